@@ -244,7 +244,7 @@ def test_what_remat_keeps_is_what_explain_finds(policy):
         for one, count in kept.items()
         if one.name and one.name != "mlpwo" and "float32" not in one.array
     )
-    expected = plan_memory._of_layer(coda.plan_costs(config, tokens=512, mesh={}), plan_memory.kept_names(policy))
+    expected = plan_memory._layer_bytes(coda.plan_costs(config, tokens=512, mesh={}), plan_memory.kept_names(policy))
     assert named == 2 * expected - 2 * 512 * 512  # the second layer's input is the first one's mlpwo
 
 

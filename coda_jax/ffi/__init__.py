@@ -1,16 +1,16 @@
 """The XLA FFI module: compiles kernels with NVRTC and launches them on XLA's stream by one handler, "coda_gemm".
 
-Everything that a kernel needs travels in the custom call's attributes, so a program loaded from XLA's compilation cache
-or from ``jax.export`` in a fresh process only needs this module to be imported. Importing needs neither a GPU nor a
-driver nor NVRTC: those are opened when the first kernel compiles or runs.
+Everything that a kernel needs is in the custom call's attributes, so a program loaded from XLA's compilation cache or
+from ``jax.export`` in a fresh process only needs this module to be imported. Importing needs neither a GPU nor a driver
+nor NVRTC: those are opened when the first kernel compiles or runs.
 
 Environment, read when this module is imported:
 
 * ``CODA_JAX_CACHE_DIR``: where compiled kernels are kept (default ``$XDG_CACHE_HOME/coda_jax``, else
-  ``~/.cache/coda_jax``; empty: nowhere). Entries that were not used for longest go when it exceeds 256 MiB. A
-  new folder is its user's alone (0700). An entry is used only if this user or root owns it and nobody else may write
-  it: users share a folder that root fills, and otherwise need one each. That a folder cannot be written, or an entry is
-  not used, is said once on stderr.
+  ``~/.cache/coda_jax``; empty: nowhere). The least recently used entries are removed when it exceeds 256 MiB. A new
+  folder is readable by its user alone (0700). An entry is used only if this user or root owns it and nobody else may
+  write it: users may share a folder that root fills, and otherwise need one each. A folder that cannot be written, or
+  an entry that is not used, is reported once on stderr.
 * ``CODA_JAX_QUIET=1``: no line on stderr when a kernel compiles. Warnings stay.
 * ``CODA_JAX_DUMP_DIR``: debugging: source, log and image of every kernel are written here, with line information.
   ``coda_jax.explain(..., source=True)`` prints the sources with the names of the user's functions and operands.
@@ -73,7 +73,7 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel; `log` lists registers and spills, `cached` says that it came from disk."""
+    """A compiled kernel; `log` lists registers and spills, `cached` is true if it came from disk."""
 
     cubin: bytes
     log: str
@@ -83,29 +83,29 @@ class Compiled:
 
 @functools.cache
 def headers() -> Mapping[str, str]:
-    """The kernel headers by include name: packaged ones, else those of the source tree."""
+    """The kernel headers by include name: the packaged ones, or those of the source tree."""
     package = pathlib.Path(__file__).resolve().parents[1]
     packaged = package / "cuda"
     folder = packaged if packaged.is_dir() else package.parent / "cuda"
-    found = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
-    if not found:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+    if not texts:
         raise FileNotFoundError(f"no kernel headers in {folder}")
-    return found
+    return texts
 
 
 @functools.cache
 def headers_hash() -> str:
-    """Names the headers' contents; a program generated for others is refused."""
+    """A digest of the headers' contents; a program generated with other headers is refused."""
     return _ffi.digest([part for item in headers().items() for part in item])[:16]
 
 
 def kernel_key(source: str) -> str:
-    """Names a compiled kernel in every cache: a digest of all that goes into it but NVRTC's version."""
+    """The key of a compiled kernel in every cache: a digest of all that it depends on, except NVRTC's version."""
     return _ffi.kernel_key(source, ARCH)
 
 
 def compile_async(source: str, name: str) -> None:
-    """Queues a kernel on the compiler's threads; the program that calls it joins the job when XLA instantiates it.
+    """Queues a kernel on the compiler's threads; the program that calls it waits for it when XLA instantiates it.
 
     Args:
       source: CUDA text that defines ``coda_gemm``; may include any of `headers`.
@@ -115,22 +115,22 @@ def compile_async(source: str, name: str) -> None:
 
 
 def compile(source: str, name: str) -> Compiled:
-    """Compiles a kernel, or takes it from memory or disk. Arguments as for `compile_async`.
+    """Compiles a kernel, or loads it from memory or disk. Arguments as for `compile_async`.
 
     Raises:
-      RuntimeError: with the operator's name and NVRTC's whole log; or NVRTC was not found.
+      RuntimeError: with the operator's name and NVRTC's full log; or NVRTC was not found.
     """
     return Compiled(*_ffi.compile(name, source, ARCH))
 
 
 def unavailable_reason() -> str | None:
-    """Why kernels cannot be compiled here, with what was tried; None where they can."""
+    """Why kernels cannot be compiled here, and which libraries were tried; None if they can be."""
     return _ffi.unavailable_reason() or None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmCall:
-    """The custom call of a product. Its attributes are these fields and what `attributes` adds.
+    """The custom call of a product. Its attributes are these fields and those that `attributes` adds.
 
     Buffers are numbered operands first, then results, all row-major.
 
@@ -147,10 +147,10 @@ class GemmCall:
       cluster_m: blocks of a cluster, along m.
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
-      flags: with split-K, or where blocks claim their tiles, the int32 buffer with a row for each block that may run,
+      flags: with split-K, or if blocks claim their tiles, the int32 buffer with a row for each block that may run,
         which is zeroed before; or -1.
-      yield_k_blocks: the work of a block, in k blocks of 128 bytes of its tiles, after which it ends and another one
-        takes its multiprocessor; 0 where there are as many blocks as run at a time, as split-K needs it.
+      yield_k_blocks: the work of a block, in k blocks of 128 bytes of its tiles, after which it ends and frees its SM;
+        0 if there are only as many blocks as run at a time, as split-K needs.
     """
 
     name: str
@@ -169,10 +169,10 @@ class GemmCall:
     yield_k_blocks: int = 0
 
     def attributes(self) -> dict[str, Any]:
-        """In the types of `struct GemmCall` in handler.h; with the version, the headers and the kernel's name."""
-        given = {field.name: _attribute(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """The attributes, in the types of `struct GemmCall` in handler.h, with versions and the kernel's key."""
+        values = {field.name: _attribute(getattr(self, field.name)) for field in dataclasses.fields(self)}
         versions = {"abi": np.int32(ABI), "arch": ARCH, "headers": headers_hash(), "key": kernel_key(self.source)}
-        return versions | given
+        return versions | values
 
 
 def _attribute(value: Any) -> Any:
@@ -191,7 +191,7 @@ def gemm_call(
 
     Args:
       args: a, b, then the epilogue's operands.
-      results: tiles, then one array of partials per reduction, then what only the kernel uses: flags at last.
+      results: tiles, then one array of partial results for each reduction, then the kernel's own arrays, flags last.
       call: its attributes.
       input_output_aliases: operand number to result number, equal in shape and dtype.
     """
@@ -200,7 +200,7 @@ def gemm_call(
 
 
 def cache_directory() -> str:
-    """The folder where compiled kernels are kept; empty: nowhere."""
+    """The folder where compiled kernels are kept; empty if they are not."""
     setting = os.environ.get("CODA_JAX_CACHE_DIR")
     if setting is not None:
         return _absolute(setting) if setting else ""
@@ -210,7 +210,7 @@ def cache_directory() -> str:
     return os.path.join(base, "coda_jax") if os.path.isabs(base) else ""
 
 
-@functools.cache  # as it was when the folder was first asked for, at import: a program may change its directory
+@functools.cache  # the result at import: a program may change its directory later
 def _absolute(folder: str) -> str:
     return os.path.abspath(os.path.expanduser(folder))
 
@@ -224,17 +224,17 @@ def _nvrtc_libraries() -> list[tuple[str, str]]:
         if root := os.environ.get(variable):
             folders += [pathlib.Path(root, "lib64"), pathlib.Path(root, "lib")]
     folders.append(pathlib.Path("/usr/local/cuda/lib64"))
-    found = []
+    libraries = []
     for folder in folders:
         builtins = max(folder.glob("libnvrtc-builtins.so.*"), key=_version, default=None)
         library = max(folder.glob("libnvrtc.so.*"), key=_version, default=None)
         if builtins and library:
-            found.append((str(builtins), str(library)))
-    return [*found, ("", "libnvrtc.so.13"), ("", "libnvrtc.so.12")]
+            libraries.append((str(builtins), str(library)))
+    return [*libraries, ("", "libnvrtc.so.13"), ("", "libnvrtc.so.12")]
 
 
 def _nvidia_namespace() -> list[pathlib.Path]:
-    spec = importlib.util.find_spec("nvidia")  # a namespace package: its parts may lie in several folders
+    spec = importlib.util.find_spec("nvidia")  # a namespace package, which may have several folders
     return [pathlib.Path(path) for path in (spec.submodule_search_locations or [])] if spec else []
 
 

@@ -1,1 +1,1 @@
-"""Jaxprs: walked, bound again, seen as graphs, split at what a loop repeats."""
+"""Tools for jaxprs: walking and evaluating them, graphs of their operations, and hoisting out of loops."""

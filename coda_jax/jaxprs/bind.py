@@ -1,4 +1,4 @@
-"""Equations of a jaxpr, evaluated again."""
+"""Binding the primitive of a jaxpr's equation again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ Bind = Callable[[core.Primitive, Sequence[Any], dict[str, Any]], Sequence[Any]] 
 
 
 def bind(primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """The outputs of the primitive, with the params that its equation has.
+    """The outputs of the primitive, with the params of its equation.
 
-    Primitives that hold functions, as shard_map and custom_jvp_call do, have jaxprs for them in their equations.
+    Primitives of functions, such as shard_map and custom_jvp_call, have jaxprs in their equations instead of these.
     """
     own = primitive.get_bind_params(params)
     functions: Sequence[Any] = ()
-    if isinstance(own, tuple):  # some releases return the functions apart
+    if isinstance(own, tuple):  # some releases return the functions separately
         functions, own = own
     outputs = primitive.bind(*functions, *inputs, **own)
     return outputs if primitive.multiple_results else [outputs]

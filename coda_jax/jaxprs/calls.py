@@ -1,4 +1,4 @@
-"""Equations that call a function whose jaxpr they have: they are the same as that jaxpr's equations in their place."""
+"""Equations that call a function whose jaxpr they hold: that jaxpr's equations may replace them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vj
 
 
 def callee(equation: Any) -> Any:
-    """The jaxpr that a call's equation has, closed or open."""
+    """The jaxpr of a call's equation, closed or open."""
     return next(equation.params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr") if key in equation.params)
 
 

@@ -1,4 +1,4 @@
-"""A jaxpr evaluated with other values than arrays, or otherwise than JAX does."""
+"""Evaluates a jaxpr with a given function for its equations, on arrays or other values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 
-Apply = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # an equation's results, of its inputs
+Apply = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its inputs -> its results
 
 
 def evaluate(
@@ -22,14 +22,14 @@ def evaluate(
     apply: Apply,
     opens: Collection[str] = CALLS,
 ) -> list[Any]:
-    """The results of a jaxpr, its equations applied in their order; calls of these names are their own jaxprs."""
+    """The results of a jaxpr, whose equations are applied in order; calls named in `opens` are inlined."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values, apply, opens)
     return [read(values, v) for v in jaxpr.outvars]
 
 
 def run(equations: Sequence[core.JaxprEqn], values: dict[Any, Any], apply: Apply, opens: Collection[str]) -> None:
-    """Adds to the values of variables those that equations give."""
+    """Adds the results of equations to the values of variables."""
     for equation in equations:
         inputs = [read(values, v) for v in equation.invars]
         if equation.primitive.name in opens:
@@ -40,18 +40,20 @@ def run(equations: Sequence[core.JaxprEqn], values: dict[Any, Any], apply: Apply
 
 
 def bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-    """The equation applied as JAX does."""
+    """The results of an equation as JAX computes them."""
     return bind(equation.primitive, inputs, equation.params)
 
 
 def opened_jaxpr(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[bool]]:
-    """A jaxpr whose calls, also those with derivatives of their own, are equations; of the inputs that it reads."""
+    """The jaxpr with all calls inlined, also those with custom derivatives, and without unused inputs; and which inputs
+    it reads.
+    """
     opens = CALLS | CUSTOM_DERIVATIVES
-    whole = jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args, bound, opens))(
+    inlined = jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args, bound, opens))(
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.in_avals)
     )
-    jaxpr, is_read = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals))
-    return core.ClosedJaxpr(jaxpr, whole.consts), is_read
+    jaxpr, is_read = partial_eval.dce_jaxpr(inlined.jaxpr, [True] * len(inlined.out_avals))
+    return core.ClosedJaxpr(jaxpr, inlined.consts), is_read
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:

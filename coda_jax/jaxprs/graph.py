@@ -1,6 +1,6 @@
-"""A function as operations on arrays: its jaxpr with all calls inlined, and one graph more for each body of a loop.
+"""A function as operations on arrays: its jaxpr with all calls inlined, and one more graph for each body of a loop.
 
-What moves no bytes is no operation: reshapes, names, barriers. An array after it is the array before it.
+Equations that move no bytes, such as reshapes, names and barriers, are no operations: their result is their input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend import core
 
 from coda_jax.jaxprs.walk import executions, inner_jaxprs
 
-# The result is the argument: seen otherwise, or with a meaning that XLA drops.
+# The result is the argument, in another shape or dtype, or with a property that XLA drops.
 _SAME = {
     *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "copy", "copy_p"),
     *("reduce_precision", "coda_note", "coda_told", "pvary", "pbroadcast", "sharding_constraint", "reshard"),
@@ -34,10 +34,10 @@ class Array:
     Attributes:
       shape, dtype: as in the jaxpr.
       maker: the operation whose result it is; None for arguments and constants.
-      name: given by `jax.ad_checkpoint.checkpoint_name`.
-      is_constant: whether it is a number in the program, or made of such alone.
-      is_of_attention: whether attention makes it for itself alone, as its scores, which its kernel does not write.
-      outside: of an argument of a scan's body that each step reads whole, what it is before the scan.
+      name: its name from `jax.ad_checkpoint.checkpoint_name`.
+      is_constant: whether it is a literal of the program, or computed from literals alone.
+      is_of_attention: whether only attention reads it and makes it, such as its scores, which its kernel never writes.
+      outside: for a constant argument of a scan's body, the array outside the scan.
     """
 
     shape: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """0 where a size is symbolic, and for what is no array."""
+        """Its size; 0 if a dimension is symbolic, and for a value that is no array."""
         if not all(isinstance(size, int) for size in self.shape):
             return 0
         # Keys of random numbers and the like have dtypes of JAX's own.
@@ -62,12 +62,12 @@ class Array:
 
 @dataclasses.dataclass(eq=False)
 class Operation:
-    """An equation that does something.
+    """An equation that moves or computes data.
 
     Attributes:
-      is_backward: whether it is in the transpose of something, as all of a backward pass.
-      is_attention: whether it is cuDNN's, or on a machine without a GPU `jax.nn.dot_product_attention` made it, whose
-        equations are one kernel of cuDNN's where there is one.
+      is_backward: whether it is in a transposed function, as every equation of a backward pass is.
+      is_attention: whether it is cuDNN's attention, or, on a machine without a GPU, `jax.nn.dot_product_attention` made
+        it: on a GPU the equations of that function are one kernel of cuDNN's.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Operation:
 
 @dataclasses.dataclass
 class Graph:
-    """A function, or a loop's body, which is executed so many times.
+    """The graph of a function, or of a loop's body, which is executed `times` times.
 
     Attributes:
       operations: in order.
-      results: what it returns.
-      is_body: whether it is a loop's.
+      results: the returned arrays.
+      is_body: whether it is a loop's body.
     """
 
     operations: list[Operation]
@@ -103,9 +103,9 @@ def graphs_of(jaxpr: core.Jaxpr) -> list[Graph]:
 
 
 def mark_attentions_own(graphs: Sequence[Graph]) -> None:
-    """Marks what attention makes for itself alone, in other graphs too: JAX makes a mask once, before a scan."""
-    others: set[Array] = set()  # what others than attention read
-    for graph in reversed(graphs):  # bodies before what they are in
+    """Marks arrays that only attention reads and makes, across graphs: JAX may make a mask once, before a scan."""
+    others: set[Array] = set()  # arrays that other operations read
+    for graph in reversed(graphs):  # bodies before the graphs with their loops
         read = set(graph.results)
         for one in graph.operations:
             if one.name == "scan":
@@ -122,27 +122,27 @@ def mark_attentions_own(graphs: Sequence[Graph]) -> None:
 
 
 class _Context(NamedTuple):
-    """The properties that an inlined function has of the equation that calls it."""
+    """The properties that an inlined function gets from the equation that calls it."""
 
     is_backward: bool
     is_attention: bool
 
 
 class _Inliner:
-    """Makes one graph, and those of the loops in it."""
+    """Builds one graph, and those of the loops in it."""
 
     def __init__(self, graphs: list[Graph], times: int, *, is_body: bool, is_backward: bool):
         self._graphs, self._context = graphs, _Context(is_backward, False)
         self._graph = Graph([], [], times, is_body)
         graphs.append(self._graph)
-        self._of_attention: dict[int, bool] = {}
+        self._attention_tracebacks: dict[int, bool] = {}
 
     def graph(self, jaxpr: core.Jaxpr, arguments: Sequence[Array] | None = None, results: int | None = None) -> None:
         """Fills the graph.
 
         Args:
-          arguments: of the jaxpr, arrays of this graph.
-          results: so many of the first results are read outside, whatever they are; all unless given.
+          arguments: the jaxpr's arguments as arrays of this graph.
+          results: so many of the first results are read outside; by default all.
         """
         arguments = arguments or [_array(var.aval) for var in jaxpr.invars]
         graph = self._graph
@@ -195,7 +195,7 @@ class _Inliner:
         return outputs
 
     def _loop(self, loop: Operation, bodies: Sequence[core.Jaxpr]) -> list[Array]:
-        """The bodies' graphs, and what the loop returns, which is what it is inside."""
+        """Adds the bodies' graphs, and returns the loop's results, with names and marks of a scan body's results."""
         scanned = loop.equation.params if loop.name == "scan" else None
         outputs = loop.outputs
         for body in bodies:
@@ -208,26 +208,26 @@ class _Inliner:
                     if i < constants:
                         inner.is_constant, inner.outside = outer.is_constant, outer
             times = self._graph.times * executions(loop.equation)
-            of_body = _Inliner(self._graphs, times, is_body=True, is_backward=loop.is_backward)
-            of_body.graph(body, arguments, carried)
+            body_graph = _Inliner(self._graphs, times, is_body=True, is_backward=loop.is_backward)
+            body_graph.graph(body, arguments, carried)
             if scanned is not None:
-                outputs = _as_inside(outputs, of_body._graph.results)
+                outputs = _as_inside(outputs, body_graph._graph.results)
         return outputs
 
     def _is_attention(self, equation: core.JaxprEqn) -> bool:
         if equation.primitive.name.startswith("dot_product_attention"):
             return True
         traceback: Any = equation.source_info.traceback
-        if traceback is None or jax.default_backend() == "gpu":  # there it is what will run
+        if traceback is None or jax.default_backend() == "gpu":  # on a GPU the equations themselves run
             return False
-        if id(traceback) not in self._of_attention:
+        if id(traceback) not in self._attention_tracebacks:
             frames = (frame.function_name for frame in traceback.frames)
-            self._of_attention[id(traceback)] = "dot_product_attention" in frames
-        return self._of_attention[id(traceback)]
+            self._attention_tracebacks[id(traceback)] = "dot_product_attention" in frames
+        return self._attention_tracebacks[id(traceback)]
 
 
 def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
-    """True if an equation does to its arguments what this jaxpr does; a shard_map does so to their shards."""
+    """True if an equation calls this jaxpr once with its arguments; a shard_map does so with their shards."""
     if len(inner.invars) != len(equation.invars):
         return False
     shapes = [[getattr(x.aval, "shape", ()) for x in atoms] for atoms in (equation.invars, inner.invars)]
@@ -235,22 +235,22 @@ def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
 
 
 def _carried(scan: core.JaxprEqn) -> int:
-    """The number of a scan's results that it carries from step to step: those that are not stacked."""
+    """The number of a scan's results that it carries from step to step. The others are stacked."""
     (body,) = inner_jaxprs(scan)
     pairs = zip(scan.outvars, body.outvars, strict=True)
     return sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
 
 
 def _constants(scan: core.JaxprEqn) -> int:
-    """The number of a scan's arguments that each step reads whole; they are the first ones."""
+    """The number of a scan's arguments that each step reads entirely; they come first."""
     (body,) = inner_jaxprs(scan)
     pairs = zip(scan.invars, body.invars, strict=True)
-    whole = sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
-    return whole - _carried(scan)
+    unstacked = sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
+    return unstacked - _carried(scan)
 
 
 def _as_inside(outputs: Sequence[Array], results: Sequence[Array]) -> list[Array]:
-    """A loop's results with what their arrays are in its body; one for several that are the same array there."""
+    """A scan's results with the names and marks of its body's; results that are one array there are one array."""
     first: dict[Array, Array] = {}
     for array, inner in zip(outputs, results, strict=True):
         array.name, array.is_of_attention = array.name or inner.name, inner.is_of_attention
@@ -272,7 +272,7 @@ def _moves_nothing(equation: core.JaxprEqn) -> bool:
 
 
 def _rounded_back(name: str, inputs: Sequence[Array], avals: Sequence[Any]) -> Array | None:
-    """The array that was widened, where a cast makes its dtype of it again: XLA drops both."""
+    """The array before a widening cast, if another cast returns to its dtype: XLA drops both casts."""
     widened = inputs[0].maker if name == "convert_element_type" else None
     if widened is None or widened.name != "convert_element_type":
         return None

@@ -1,4 +1,4 @@
-"""Hoisting: the values that a step of a loop computes from invariant arguments alone are made before the loop."""
+"""Hoisting: values that a step of a loop computes from invariant arguments alone are computed before the loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _OPENED = CALLS | CUSTOM_DERIVATIVES
 
 
 def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
-    """Splits step(invariant, *args) into what depends on invariant alone, computed here, and the rest.
+    """Splits step(invariant, *args) into values that depend on invariant alone, computed here, and the rest.
 
-    A step of generation casts every weight to the compute dtype and multiplies the norms' scales into it, which reads
-    and writes all weights where the products only read them. XLA moves such code before a loop on CPUs, not on GPUs.
+    A step of generation casts every weight to the compute dtype and multiplies the norms' scales into it. That reads
+    and writes all weights, while the products only read them. XLA hoists such code out of a loop on CPUs, not on GPUs.
 
     Args:
       step: traceable by JAX; traced once.
       invariant: a pytree of arrays.
-      *args: pytrees of arrays or jax.ShapeDtypeStructs, as the rest will be called with.
+      *args: pytrees of arrays or jax.ShapeDtypeStructs, of the types with which the rest will be called.
 
     Returns:
       kept, rest: rest(kept, *args) = step(invariant, *args). Custom derivative rules inside of step are dropped.
@@ -33,11 +33,11 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
     evaluated = functools.partial(evaluate, closed.jaxpr, closed.consts, apply=bound, opens=_OPENED)
     flat = jax.make_jaxpr(lambda *leaves: evaluated(leaves))(*closed.in_avals)
     known = jax.tree.leaves(invariant)
-    inputs, given = flat.jaxpr.invars[: len(known)], flat.jaxpr.invars[len(known) :]
+    inputs, arguments = flat.jaxpr.invars[: len(known)], flat.jaxpr.invars[len(known) :]
 
     constants: dict[Any, Any] = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    before, after, made = [], [], set(inputs)
-    varying = set(given)
+    before, after, computed = [], [], set(inputs)
+    varying = set(arguments)
     for equation in flat.jaxpr.eqns:
         inputs_of = {v for v in equation.invars if not isinstance(v, core.Literal)}
         if equation.effects or inputs_of & varying:
@@ -45,12 +45,12 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
             varying.update(equation.outvars)
         else:
             before.append(equation)
-            if inputs_of & made:
-                made.update(equation.outvars)
-            else:  # of constants alone: cheaper to make again than to keep
+            if inputs_of & computed:
+                computed.update(equation.outvars)
+            else:  # from constants alone: cheaper to compute again than to keep
                 after.append(equation)
-    wanted = [v for equation in after for v in equation.invars] + list(flat.jaxpr.outvars)
-    frontier = [v for v in dict.fromkeys(w for w in wanted if not isinstance(w, core.Literal)) if v in made]
+    read_after = [v for equation in after for v in equation.invars] + list(flat.jaxpr.outvars)
+    frontier = [v for v in dict.fromkeys(w for w in read_after if not isinstance(w, core.Literal)) if v in computed]
     environment = {**constants, **dict(zip(inputs, known, strict=True))}
     run(before, environment, bound, _OPENED)
 
@@ -58,7 +58,7 @@ def hoist(step: Callable[..., Any], invariant: Any, *args: Any) -> tuple[list[ja
         environment = {
             **constants,
             **dict(zip(frontier, kept, strict=True)),
-            **dict(zip(given, jax.tree.leaves(args), strict=True)),
+            **dict(zip(arguments, jax.tree.leaves(args), strict=True)),
         }
         run(after, environment, bound, _OPENED)
         outputs = [read(environment, v) for v in flat.jaxpr.outvars]

@@ -1,4 +1,4 @@
-"""A function traced by JAX, with what it leaves in the variables of flax.nnx modules that it is given."""
+"""Tracing a function by JAX, with the final values of the variables of flax.nnx modules among its results."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jax.interpreters import partial_eval
 def traced(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Traced:
     """function(*args, **kwargs), traced as `jax.jit` does.
 
-    A step of flax.nnx changes a model and an optimizer in place. What such a function leaves in the variables of its
-    arguments is among its results, as `nnx.jit` has it; the caller's own are left as they are. A function that is
-    jitted, by JAX or by flax.nnx, is traced as what it is, with its static and its donated arguments.
+    A step of flax.nnx changes a model and an optimizer in place. The final values of its arguments' variables are among
+    its results, as in `nnx.jit`; the caller's own variables do not change. A function that is already jitted, by JAX or
+    by flax.nnx, keeps its static and donated arguments.
     """
     if isinstance(function, type(jax.jit(int))):
         return cast(Any, function).trace(*args, **kwargs)
-    nnx = sys.modules.get("flax.nnx")  # who has modules of it has imported it
+    nnx = sys.modules.get("flax.nnx")  # a caller with its modules has imported it
     if nnx is None:
         return jax.jit(function).trace(*args, **kwargs)
     if type(function).__module__.startswith("flax.nnx.") and hasattr(function, "trace"):
-        found = function.trace(*args, **kwargs)
-        return getattr(found, "traced", found)
+        trace = function.trace(*args, **kwargs)
+        return getattr(trace, "traced", trace)
     structure: Any
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_node_or_state)
     is_node = [_is_node(leaf) for leaf in leaves]
@@ -41,37 +41,37 @@ def traced(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         args, kwargs = structure.unflatten([next(given if is_it else rest) for is_it in is_node])
         results = jax.tree.leaves(function(*args, **kwargs))
         left = jax.tree.leaves(nnx.state(nodes))
-        among = set(map(id, left))  # a model that is returned too
+        among = set(map(id, left))  # a model may also be returned
         return [x for x in results if id(x) not in among], left
 
     return jax.jit(with_state).trace(state, [x for x, is_it in zip(leaves, is_node, strict=True) if not is_it])
 
 
 def asked_shardings(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The shardings that a function jitted by JAX asks for, which no type of its arguments has."""
+    """The shardings that a function jitted by JAX was given, which are in no type of its arguments."""
     if not isinstance(function, type(jax.jit(int))):
         return []
     try:
         jaxpr = jax.make_jaxpr(function)(*args, **kwargs).jaxpr
-    except TypeError:  # with static arguments
+    except TypeError:  # the function has static arguments
         return []
     leaves = jax.tree.leaves([equation.params for equation in jaxpr.eqns[:1]])
     return [x for x in leaves if isinstance(x, jax.sharding.Sharding)]
 
 
-def needed(found: jax.stages.Traced) -> core.Jaxpr:
-    """Its jaxpr, without the equations whose results nobody reads."""
-    jaxpr = found.jaxpr.jaxpr
+def needed(trace: jax.stages.Traced) -> core.Jaxpr:
+    """The jaxpr of a trace, without equations whose results nobody reads."""
+    jaxpr = trace.jaxpr.jaxpr
     jaxpr_of_results: core.Jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
     return jaxpr_of_results
 
 
-def made_results(found: jax.stages.Traced) -> list[Any]:
-    """Types of the results that are no arguments: JAX hands arguments on, and writes nothing."""
-    jaxpr = found.jaxpr.jaxpr
-    given = set(jaxpr.invars)
-    types = zip(jax.tree.leaves(found.out_info), jaxpr.outvars, strict=True)
-    return [type_ for type_, var in types if isinstance(var, core.Literal) or var not in given]
+def made_results(trace: jax.stages.Traced) -> list[Any]:
+    """Types of the results that are not arguments. JAX returns arguments without writing them."""
+    jaxpr = trace.jaxpr.jaxpr
+    arguments = set(jaxpr.invars)
+    types = zip(jax.tree.leaves(trace.out_info), jaxpr.outvars, strict=True)
+    return [type_ for type_, var in types if isinstance(var, core.Literal) or var not in arguments]
 
 
 def _is_node(x: Any) -> bool:
@@ -81,6 +81,6 @@ def _is_node(x: Any) -> bool:
 
 
 def _is_node_or_state(x: Any) -> bool:
-    """A state's variables are those of a pure function, which returns what it makes."""
+    """Whether it is a node, or a state: variables of a state are an ordinary pytree, which the function returns."""
     nnx: Any = sys.modules["flax.nnx"]
     return _is_node(x) or isinstance(x, nnx.State)

@@ -1,4 +1,4 @@
-"""The equations of a function, those in loops and nested calls too."""
+"""The equations of a function, with those in loops and nested calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ State = TypeVar("State")
 
 
 def unexpected(is_needed: jax.Array, make: Callable[[], State], made: State) -> State:
-    """The state that was made; where that is not right, the one that `make` gives. Counts take it for never needed.
+    """The state `made`, or that of `make` if `is_needed`. Counts of executions assume that it is never needed.
 
     Args:
       is_needed: () bool or integer. The program waits for it on the host.
-      make: gives the like of `made`, in whose place it is written.
+      make: returns a state like `made`, which it overwrites.
     """
 
     def again(is_needed: jax.Array, made: State) -> State:
@@ -35,7 +35,7 @@ def unexpected(is_needed: jax.Array, make: Callable[[], State], made: State) -> 
 def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Jaxpr:
     """The jaxpr of function(*args, **kwargs).
 
-    Equations whose results nobody reads are not in it, as the gradients of frozen weights: jit drops them too.
+    It lacks equations whose results nobody reads, such as the gradients of frozen weights: jit drops them, too.
     """
     return needed(traced(function, args, kwargs))
 
@@ -43,7 +43,7 @@ def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Ja
 def equations_of(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[list[tuple[core.JaxprEqn, int]], int]:
-    """All equations of function(*args, **kwargs) and how often each is executed; how many devices XLA runs it on."""
+    """All equations of function(*args, **kwargs), with the number of executions; and the number of XLA's devices."""
     asked = asked_shardings(function, args, kwargs)
     return equations_in(jaxpr_of(function, *args, **kwargs), (args, kwargs, asked))
 
@@ -65,16 +65,14 @@ def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def executions(equation: core.JaxprEqn) -> int:
-    """The number of times that the inside of an equation is executed: a scan's steps, else once; what is `unexpected`
-    never.
-    """
+    """The number of executions of an equation's inside: a scan's steps, none for `unexpected`, else one."""
     if equation.params.get("name") == _UNEXPECTED:
         return 0
     return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 
 
 def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
-    """All equations, those of nested jaxprs too, and how often each is executed."""
+    """All equations, with those of nested jaxprs, and how often each is executed."""
     for equation in jaxpr.eqns:
         yield equation, times
         if inside := times * executions(equation):

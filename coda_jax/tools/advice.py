@@ -1,4 +1,4 @@
-"""The advice to a user on products in XLA's form, layers that are not one block, and products too small to gain."""
+"""Advice to a user on products in XLA's form, layers that are not one block, and products too small to gain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORTH_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Something that could be changed.
+    """A change that a user could make.
 
     Attributes:
       about: which products, or which layer.
@@ -53,7 +53,7 @@ class Advice:
 
 
 class Calls:
-    """A jaxpr's calls of products: what all calls of one kind share and a `Product` does not say."""
+    """A jaxpr's calls of products: their common properties that a `Product` lacks."""
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self._called_directly = called_directly(jaxpr, PRIMITIVES)
@@ -65,7 +65,7 @@ class Calls:
     def add(self, product: Product, equation: core.JaxprEqn) -> None:
         """Takes one call into account."""
         spec: GemmSpec = equation.params["spec"]
-        factors = self._called_directly.pop(id(equation), [])  # once, of a jaxpr that is called several times
+        factors = self._called_directly.pop(id(equation), [])  # once, even if the jaxpr is called several times
         if factors:
             self._direct.add(product)
         if not spec.transpose_a and not spec.transpose_b:
@@ -78,7 +78,7 @@ class Calls:
             self._weight_share[product] = math.prod(aval.shape) * aval.dtype.itemsize / product.cost.bytes
 
     def is_direct(self, product: Product) -> bool:
-        """Whether it is the program's own, and no block's, so that its operands and outputs are the program's."""
+        """Whether the program itself calls it, not a block, so that the program chooses its operands and outputs."""
         return product in self._direct
 
     def sums_rows(self, product: Product) -> bool:
@@ -86,11 +86,11 @@ class Calls:
         return product in self._sum_rows
 
     def reads_weights(self, product: Product) -> bool:
-        """Whether b is most of what it moves."""
+        """Whether b is most of its traffic."""
         return not self.sums_rows(product) and self._weight_share.get(product, 0.0) > 0.5
 
     def share_a_factor(self, products: Iterable[Product]) -> bool:
-        """Whether two of them that are the program's own multiply the same array."""
+        """Whether two of them that the program itself calls multiply the same array."""
         among = set(products)
         return any(sum(one in among for one in readers) > 1 for readers in self._readers.values())
 
@@ -103,18 +103,23 @@ def advise(
     remedies: Mapping[str, str],
     device: str | None,
 ) -> tuple[Advice, ...]:
-    """All advice: fallbacks first, then notes, passes that blocks would make, and products that gain nothing."""
-    passes = _of_passes(between) if device is not None else ()
-    return (*_of_fallbacks(products), *_of_notes(notes, remedies), *passes, *_of_small(products, calls, device))
+    """All advice: fallbacks first, then notes, passes that blocks would fuse, and products that gain nothing."""
+    passes = _pass_advice(between) if device is not None else ()
+    return (
+        *_fallback_advice(products),
+        *_note_advice(notes, remedies),
+        *passes,
+        *_small_product_advice(products, calls, device),
+    )
 
 
-def _of_passes(between: Mapping[Unfused, int]) -> Iterator[Advice]:
-    """One for those beside coda_jax's products, one for those between others alone, if they are worth it."""
+def _pass_advice(between: Mapping[Unfused, int]) -> Iterator[Advice]:
+    """Advice on passes next to coda_jax's products, and on those between other products, if they are large enough."""
     in_all = sum(one.bytes * count for one, count in between.items())
     for has_kernels, change in ((True, _JOIN_LAYERS), (False, _WRITE_PRODUCTS)):
-        found = [(one, count) for one, count in between.items() if one.has_kernels == has_kernels]
-        found.sort(key=lambda item: -item[0].bytes * item[1])
-        large = [(one, count) for one, count in found if one.bytes * count > max(in_all / 50, _WORTH_BYTES)]
+        passes = [(one, count) for one, count in between.items() if one.has_kernels == has_kernels]
+        passes.sort(key=lambda item: -item[0].bytes * item[1])
+        large = [(one, count) for one, count in passes if one.bytes * count > max(in_all / 50, _WORTH_BYTES)]
         if not large:
             continue
         names = list(dict.fromkeys(name for one, _ in large for name in one.between))
@@ -133,12 +138,12 @@ def _count(number: int, noun: str) -> str:
 
 
 def _few(names: Sequence[str], separator: str) -> str:
-    """Four at most."""
+    """The names, joined; at most four, or three and the number of others."""
     return separator.join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
-def _of_fallbacks(products: Mapping[Product, int]) -> Iterator[Advice]:
-    """One for each remedy and reason."""
+def _fallback_advice(products: Mapping[Product, int]) -> Iterator[Advice]:
+    """One advice for each remedy and reason."""
     groups: dict[tuple[str, str], dict[str, int]] = collections.defaultdict(dict)
     for product, count in products.items():
         if product.reason is not None and product.remedy is not None:
@@ -149,17 +154,17 @@ def _of_fallbacks(products: Mapping[Product, int]) -> Iterator[Advice]:
         yield Advice(names, f"XLA's form: {reason}", remedy)
 
 
-def _of_notes(notes: Mapping[str, int], remedies: Mapping[str, str]) -> Iterator[Advice]:
+def _note_advice(notes: Mapping[str, int], remedies: Mapping[str, str]) -> Iterator[Advice]:
     for note, count in notes.items():
         if remedies.get(note):
             operator, _, reason = note.partition(": ")
             yield Advice(f"{count} {operator}" if count > 1 else operator, reason.rstrip("."), remedies[note])
 
 
-def _of_small(products: Mapping[Product, int], calls: Calls, device: str | None) -> Iterator[Advice]:
-    """Kernels whose launch is most of their time, and those that move more than they multiply.
+def _small_product_advice(products: Mapping[Product, int], calls: Calls, device: str | None) -> Iterator[Advice]:
+    """Advice on kernels whose launch is most of their time, and on those that are bound by memory.
 
-    A block's product gets no advice but that its weights are read for few rows: the block's plan chose the rest.
+    A block's product only gets advice if its weights are read for few rows: the block's plan chose the rest.
     """
     if device not in CONSTANTS:
         return
@@ -192,14 +197,14 @@ def _of_small(products: Mapping[Product, int], calls: Calls, device: str | None)
 
 
 def _named(products: Sequence[tuple[Product, int]]) -> str:
-    """The text for these products: the first one with its factors, and how many others there are."""
+    """The text for these products: the first one with its factors, and the number of others."""
     (first, count), *others = products
     named = f"{count} {first.epilogue}, {first.a} @ {first.b}"
     return f"{named}, and {sum(count for _, count in others)} others" if others else named
 
 
 def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
-    """The change that would bring the kernel, where a product of these arguments takes XLA's form for this reason."""
+    """The change by which a product of these arguments, in XLA's form for this reason, would become a kernel."""
     if spec.implementation == "xla":
         return "Leave out implementation='xla'"
     if "doctor" in reason or "NVRTC" in reason:
@@ -219,7 +224,7 @@ def remedy_of(avals: Sequence[Any], spec: GemmSpec, reason: str) -> str | None:
 
 
 def _padded(avals: Sequence[Any], spec: GemmSpec) -> str | None:
-    """The advice on which of n and k, or m of a transposed a, to pad to which size; None where none needs it."""
+    """The advice to pad n or k, or m of a transposed a, and to which size; None if all are aligned."""
     types, matrices = spec.matrices.flat_types(avals), spec.matrices.spec_of_matrices
     a, b, _ = matrices.split(types)
     sizes = matrices.sizes(a, b)

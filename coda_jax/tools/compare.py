@@ -1,4 +1,4 @@
-"""`coda.compare`: two functions beside each other, as a step in plain JAX and the same with the library."""
+"""`coda.compare`: the costs of two functions side by side, such as a step in plain JAX and one with the library."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from coda_jax.tools.text import columns
 
 Function = Callable[..., Any]
 _GIB = 2**30
-# Measured over expected milliseconds of the passes of a plain Llama-3-1B's step, unrolled, scanned and with remat, on
-# an H200 and an H100. Beyond 1.15 a single number would say more than is known.
+# The least and the most of measured over expected milliseconds of the passes of a plain Llama-3-1B's step, unrolled,
+# scanned and with remat, on an H200 and an H100. They are too far apart for a single number.
 PLAIN_PASSES = 0.79, 1.41
 
 
@@ -28,25 +28,25 @@ class Figures:
     """One function's column of a comparison. Times are expected ones, of one call on one device.
 
     Attributes:
-      products: how many, but for attention's.
+      products: the number of products, without attention's.
       kernels: how many of them are kernels of the library.
       gflop: of the products with known sizes.
-      products_ms: of the products that have a time; one that is not the library's has that of the library's kernel
+      products_ms: of the products with a time; one that is not the library's has the time of the library's kernel
         without an epilogue.
-      untimed_products: how many have none.
-      passes: left to XLA between products.
+      untimed_products: how many have no time.
+      passes: passes left to XLA between products.
       passes_mb: that these read and write.
-      passes_ms: the least and the most; equal where the estimate is one number. None on several devices. Of a function
-        whose FLOPs are mostly plain JAX's they are the estimate times the range that was measured, `PLAIN_PASSES`.
+      passes_ms: the least and the most; equal where the estimate is one number. None on several devices. If a
+        function's FLOPs are mostly plain JAX's, they are the estimate times the measured range, `PLAIN_PASSES`.
       attention: calls of attention. No time is known.
       kept_gib: kept for the backward pass.
-      arguments_gib, results_gib: of all leaves, each once; of results those that are no arguments.
-      reused_gib: of results that stand in the place of donated arguments.
+      arguments_gib, results_gib: of all leaves, each once; arguments that are returned count only as arguments.
+      reused_gib: of results in the memory of donated arguments.
       temporaries_gib: held at once beside these, an estimate; see `coda_jax.tools.held`.
-      xla_temporaries_gib: the same by XLA's analysis of the compiled function; None where it was not compiled.
-      gib: all that is held at once, with XLA's figures where there are some.
-      fits: whether the chip has so much. None where its memory is not known, where the function runs on several
-        devices and was not compiled, and where an estimate is within a factor of 1.15 of what the chip has.
+      xla_temporaries_gib: the same by XLA's analysis of the compiled function; None if it was not compiled.
+      gib: all memory that is held at once, with XLA's figures if there are any.
+      fits: whether the chip has so much. None if its memory is not known, if the function runs on several devices and
+        was not compiled, and if an estimate is within a factor of 1.15 of the chip's memory.
     """
 
     products: int
@@ -69,25 +69,25 @@ class Figures:
 
     @property
     def ms(self) -> tuple[float, float] | None:
-        """Products that have a time, and passes: the least and the most. Neither attention nor anything untimed."""
+        """The least and the most of products with a time, and passes. Attention and untimed products are left out."""
         if self.passes_ms is None:
             return None
         return self.products_ms + self.passes_ms[0], self.products_ms + self.passes_ms[1]
 
     @property
     def temporaries_ratio(self) -> float | None:
-        """Estimated over XLA's; None where one of them is not known, or is nothing."""
+        """Estimated over XLA's temporaries; None if XLA's are not known, or zero."""
         return self.temporaries_gib / self.xla_temporaries_gib if self.xla_temporaries_gib else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two functions beside each other; printed as two columns.
+    """The costs of two functions side by side; printed as two columns.
 
     Attributes:
-      plain, ours: what `coda.explain` says of each.
-      plain_compiled, ours_compiled: the memory by XLA's analysis of what it compiled for the attached GPU, of one
-        device; None where nothing was compiled.
+      plain, ours: the explanation of each by `coda.explain`.
+      plain_compiled, ours_compiled: the memory of one device by XLA's analysis of the function compiled for the
+        attached GPU; None if it was not compiled.
     """
 
     plain: Explanation
@@ -97,12 +97,12 @@ class Comparison:
 
     @property
     def device(self) -> str | None:
-        """The kind of GPU that is told of."""
+        """The kind of GPU of the figures."""
         return self.ours.device
 
     @property
     def gib_of_chip(self) -> int | None:
-        """The device's memory, as its data sheet says; None where it is not known."""
+        """The device's memory by its data sheet; None if it is not known."""
         return gib_of_chip(self.device)
 
     @property
@@ -115,11 +115,11 @@ class Comparison:
 
         All products and passes have `comparison.plain.as_dict()` and `comparison.ours.as_dict()`.
         """
-        found: dict[str, Any] = {"device": self.device, "gib_of_chip": self.gib_of_chip}
+        figures: dict[str, Any] = {"device": self.device, "gib_of_chip": self.gib_of_chip}
         for name, one in zip(("plain", "ours"), self.columns, strict=True):
             each = dataclasses.asdict(one) | {"ms": one.ms, "temporaries_ratio": one.temporaries_ratio}
-            found[name] = {key: list(x) if isinstance(x, tuple) else x for key, x in each.items()}
-        return found
+            figures[name] = {key: list(x) if isinstance(x, tuple) else x for key, x in each.items()}
+        return figures
 
     def __str__(self) -> str:
         both = self.columns
@@ -140,7 +140,7 @@ class Comparison:
             ("arguments, GiB", lambda x: _short(x.arguments_gib)),
             ("results, GiB", lambda x: _short(x.results_gib) + _reused(x)),
             ("temporaries, GiB, estimate", lambda x: _short(x.temporaries_gib)),
-            *([("temporaries, GiB, XLA's", _of_xla)] if compiled else []),
+            *([("temporaries, GiB, XLA's", _xla_temporaries)] if compiled else []),
             (f"GiB in all{chip}", lambda x: f"{_short(x.gib)}{_FITS[x.fits] if chip else ''}"),
         ]
         table = [("", "plain", "ours"), *((name, *map(told, both)) for name, told in rows)]
@@ -148,29 +148,29 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         both = self.columns
-        found = [
+        notes = [
             "ms are expected ones, by the cost model; of products that are not the library's, those of its kernel "
             "without an epilogue"
         ]
         if any(one.passes_ms and one.passes_ms[0] < one.passes_ms[1] for one in both):
             least, most = PLAIN_PASSES
-            found.append(
+            notes.append(
                 "passes of plain JAX are an estimate: in a Llama-3-1B's step XLA took "
                 f"{least} to {most} of the expected time for them"
             )
-        found.append("what a scan copies of its slices and stacked results is in no time")
-        found.append(
+        notes.append("what a scan copies of its slices and stacked results is in no time")
+        notes.append(
             "what is kept, as the jaxpr has it, is a part of the temporaries: 0.39 to 1.01 of XLA's in a "
             "Llama-3-1B's steps"
         )
         if any(one.xla_temporaries_gib is None for one in both):
-            found.append("temporaries are estimated from the jaxpr: 0.91 to 1.09 of XLA's in a Llama-3-1B's steps")
+            notes.append("temporaries are estimated from the jaxpr: 0.91 to 1.09 of XLA's in a Llama-3-1B's steps")
         if (devices := max(self.plain.num_devices, self.ours.num_devices)) > 1:
-            found.append(f"passes, kept and estimated memory are those of {devices} devices together")
+            notes.append(f"passes, kept and estimated memory are those of {devices} devices together")
         needed = max((one.gib for one in both if one.fits is not False), default=0.0)
         if setting := fraction_note(needed, self.gib_of_chip):
-            found.append(setting)
-        return [f"* {note}" for note in found]
+            notes.append(setting)
+        return [f"* {note}" for note in notes]
 
 
 _FITS = {True: ", fits", False: ", does not fit", None: ", not known whether it fits"}
@@ -186,36 +186,37 @@ def compare(
 ) -> Comparison:
     """The costs of two functions on a GPU, side by side, as of a step in plain JAX and the same step with the library.
 
-    It is a function of its own, for the second positional argument of `coda.explain` is the first one of the function
-    that is explained, and might itself be callable.
+    It is not a form of `coda.explain`, whose second positional argument is the first one of the explained function,
+    and may itself be callable.
 
     Args:
       plain, ours: traceable by JAX, jitted or not; or a pair of such a function and its positional arguments, as
-        `(step, (params, batch))`, where the two take other parameters.
+        `(step, (params, batch))`, if the two have different parameters.
       *args: arguments of each that is no pair, arrays or `jax.ShapeDtypeStruct`s.
-      device: the kind of GPU, "H200" or "H100"; default the one that is attached, and an H200 where there is none.
-      compiled: whether to ask XLA for the memory that both take, for which it compiles them. It can be asked where a
-        GPU of this kind is attached. Default: where that is so. XLA's temporaries for a CPU are not a GPU's, so
-        elsewhere there are estimates alone.
+      device: the kind of GPU, "H200" or "H100"; default the attached one, or an H200 if there is none.
+      compiled: whether to compile both and ask XLA for their memory. This needs an attached GPU of this kind, and is
+        the default if there is one. XLA's temporaries for a CPU are not a GPU's, so elsewhere there are only estimates.
       **kwargs: keyword arguments of both.
 
     Raises:
-      ValueError: a device of which no times are known; `args` that nobody takes, as both are pairs; or `compiled=True`
-        without a GPU of this kind.
-      TypeError: a pair whose second is no tuple or list.
+      ValueError: a device of which no times are known; `args` although both are pairs; or `compiled=True` without a GPU
+        of this kind.
+      TypeError: a pair whose second element is no tuple or list.
 
     Example: `print(coda.compare((plain_step, (plain_params, batch)), (step, (params, batch)), device="H100"))`
     """
     if args and isinstance(plain, tuple) and isinstance(ours, tuple):
         raise ValueError("each function has arguments of its own: nobody takes *args")
     sides = [_side("plain", plain, args), _side("ours", ours, args)]
-    first, second = (explain(function, *of_it, platform="cuda", device=device, **kwargs) for function, of_it in sides)
+    first, second = (
+        explain(function, *arguments, platform="cuda", device=device, **kwargs) for function, arguments in sides
+    )
     is_here = jax.default_backend() == "gpu" and attached_device() == first.device
     if compiled and not is_here:
         raise ValueError(f"{compiled=}: XLA tells the memory of an {first.device} only where one is attached")
     by_xla: list[Memory | None] = [None, None]
     if is_here and compiled is not False:
-        by_xla = [_by_xla(function, of_it, kwargs) for function, of_it in sides]
+        by_xla = [_by_xla(function, arguments, kwargs) for function, arguments in sides]
     return Comparison(first, second, *by_xla)
 
 
@@ -229,20 +230,20 @@ def _side(name: str, side: Function | tuple[Function, Any], args: tuple[Any, ...
 
 
 def _by_xla(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Memory | None:
-    """XLA compiles the function for JAX's default device and says its memory; None where it does not."""
-    found: Any = traced(function, args, kwargs).lower().compile().memory_analysis()
-    if found is None:
+    """The function's memory by XLA, which compiles it for JAX's default device; None if XLA gives none."""
+    analysis: Any = traced(function, args, kwargs).lower().compile().memory_analysis()
+    if analysis is None:
         return None
     return Memory(
-        found.argument_size_in_bytes,
-        found.output_size_in_bytes,
-        found.alias_size_in_bytes,
-        found.temp_size_in_bytes,
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+        analysis.alias_size_in_bytes,
+        analysis.temp_size_in_bytes,
     )
 
 
-def _figures(found: Explanation, compiled: Memory | None) -> Figures:
-    totals, memory, others = found.totals, found.memory, found.other_products
+def _figures(explained: Explanation, compiled: Memory | None) -> Figures:
+    totals, memory, others = explained.totals, explained.memory, explained.other_products
     timed = [(one.us, count) for one, count in others.items() if one.us is not None]
     passes_ms = None
     if totals.passes_ms is not None:
@@ -250,15 +251,15 @@ def _figures(found: Explanation, compiled: Memory | None) -> Figures:
         passes_ms = totals.passes_ms * least, totals.passes_ms * most
     gib = (compiled or memory).bytes / _GIB
     return Figures(
-        products=sum(found.products.values()) + sum(others.values()),
-        kernels=found.kernels,
+        products=sum(explained.products.values()) + sum(others.values()),
+        kernels=explained.kernels,
         gflop=(totals.flops + totals.other_flops) / 1e9,
         products_ms=totals.products_ms + sum(us * count for us, count in timed) / 1e3,
         untimed_products=totals.untimed + sum(others.values()) - sum(count for _, count in timed),
-        passes=sum(found.passes.values()),
+        passes=sum(explained.passes.values()),
         passes_mb=totals.passes_bytes / 1e6,
         passes_ms=passes_ms,
-        attention=sum(found.attention.values()),
+        attention=sum(explained.attention.values()),
         kept_gib=totals.kept_bytes / _GIB,
         arguments_gib=memory.arguments / _GIB,
         results_gib=memory.results / _GIB,
@@ -266,7 +267,7 @@ def _figures(found: Explanation, compiled: Memory | None) -> Figures:
         temporaries_gib=memory.temporaries / _GIB,
         xla_temporaries_gib=None if compiled is None else compiled.temporaries / _GIB,
         gib=gib,
-        fits=_fits(gib, gib_of_chip(found.device), found.num_devices, compiled is not None),
+        fits=_fits(gib, gib_of_chip(explained.device), explained.num_devices, compiled is not None),
     )
 
 
@@ -281,7 +282,7 @@ def _untimed(one: Figures) -> str:
     return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in each if count) or "-"
 
 
-def _of_xla(one: Figures) -> str:
+def _xla_temporaries(one: Figures) -> str:
     if one.xla_temporaries_gib is None:
         return "-"
     ratio = one.temporaries_ratio
@@ -300,7 +301,7 @@ def _range(ms: tuple[float, float] | None) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, and all in front of the point."""
+    """The value with three digits, or all its digits before the point."""
     if 0 < value < 1e-3:
         return "< 0.001"
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""The cost of a product: what it moves and computes, its expected time, and how near that is to the chip's limit."""
+"""The cost of a product: its bytes and FLOPs, its expected time, and how near that is to the chip's limit."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Cost:
     Attributes:
       flops: 2 M N K.
       bytes_read, bytes_written: of a, b and the epilogue's operands, and of its results, each once.
-      us: microseconds that the kernel should take, by the cost model; None where it takes XLA's form, or nobody has
-        measured the like of it on this device.
-      xla_us: that XLA's form takes at least: the bare product, and one pass that reads it, in 16 bits, and what the
-        epilogue reads, and writes the results. None where the cost model cannot say it, as of a log-sum-exp.
-      roofline_us: that the chip's data sheet allows; None for an unknown chip.
-      bound: "compute" or "memory", whichever takes longer there.
+      us: the kernel's expected microseconds, by the cost model; None if the product takes XLA's form, or nothing like
+        it has been measured on this device.
+      xla_us: the least microseconds of XLA's form: the bare product, and one pass that reads it, in 16 bits, and the
+        epilogue's operands, and writes the results. None where the cost model has no time, as for a log-sum-exp.
+      roofline_us: the least microseconds by the chip's data sheet; None for an unknown chip.
+      bound: "compute" or "memory", whichever takes longer by the data sheet.
     """
 
     flops: int
@@ -51,12 +51,12 @@ class Cost:
 
     @property
     def bytes(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return self.bytes_read + self.bytes_written
 
     @property
     def share(self) -> float | None:
-        """The share of the roofline: the time that the chip's data sheet allows, over the expected one."""
+        """The share of the roofline: the least time by the chip's data sheet over the expected time."""
         return self.roofline_us / self.us if self.us and self.roofline_us else None
 
     @property
@@ -66,11 +66,11 @@ class Cost:
 
 
 def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, device: str | None) -> Cost | None:
-    """The cost of the product of arguments of these types; None where a size is symbolic.
+    """The cost of the product of arguments of these types; None if a size is symbolic.
 
     Args:
-      config: of its kernel; None where it takes XLA's form.
-      device: the kind to say times for; None: no times.
+      config: of its kernel; None if it takes XLA's form.
+      device: the kind of device to give times for; None for no times.
     """
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
     if not all(isinstance(size, int) for aval in plain for size in aval.shape):
@@ -84,8 +84,8 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
     chip = chip_of(device) if device else None
     if chip is None or device not in CONSTANTS:
         return Cost(flops, read, written)
-    of_compute = flops / chip.tflops_of(problem.shape.element_bytes) / 1e6
-    of_memory = (read + written) / chip.tbytes / 1e6
+    compute_us = flops / chip.tflops_of(problem.shape.element_bytes) / 1e6
+    memory_us = (read + written) / chip.tbytes / 1e6
     nanoseconds = config and expected_nanoseconds(problem, config, device)
     return Cost(
         flops,
@@ -93,13 +93,13 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
         written,
         nanoseconds / 1e3 if nanoseconds else None,
         _xla_us(problem, read + written, device),
-        max(of_compute, of_memory),
-        "compute" if of_compute >= of_memory else "memory",
+        max(compute_us, memory_us),
+        "compute" if compute_us >= memory_us else "memory",
     )
 
 
-def part_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSpec] | None:
-    """The product of a device's part, as its types say; None over automatic axes, where they do not."""
+def shard_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSpec] | None:
+    """The product of one device's shards, by the shardings of the types; None with automatic mesh axes."""
     if not all(aval.sharding.mesh.empty or aval.sharding.mesh.are_all_axes_explicit for aval in avals):
         return None
     if all(aval.sharding.mesh.empty for aval in avals):
@@ -115,7 +115,7 @@ def pass_us(moved: int, device: str | None) -> float | None:
 
 
 def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str) -> float | None:
-    """Microseconds that a product without an epilogue should take on this device."""
+    """Expected microseconds of a product without an epilogue on this device; None if the cost model has no time."""
     if (
         any(not isinstance(size, int) or size <= 0 for size in (shape.m, shape.n, shape.k))
         or (shape.n | shape.k) * shape.element_bytes % 16

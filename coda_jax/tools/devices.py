@@ -1,31 +1,31 @@
-"""For which kind of device a tool tells times."""
+"""The kind of device for which a tool gives times, and its memory."""
 
 from __future__ import annotations
 
 from coda_jax.tiles.constants import CONSTANTS
 
 DEFAULT_DEVICE = "NVIDIA H200"  # where none is named or attached
-# A chip's memory by the beginning of JAX's device kind: that of its data sheet, taken as GiB.
+# A chip's memory by the beginning of JAX's device kind: the data sheet's number, as GiB.
 _GIB_OF_CHIP = {"NVIDIA H200": 141, "NVIDIA H100": 80}
 # Estimated temporaries are within this factor of XLA's in the steps of record.
 NEAR = 1.15
-_FRACTION = 0.75  # of a GPU's memory, which JAX takes by default
+_FRACTION = 0.75  # of a GPU's memory, which JAX allocates by default
 
 
 def gib_of_chip(device: str | None) -> int | None:
-    """The device's memory; None where it is not known."""
+    """The device's memory; None if it is not known."""
     return next((gib for name, gib in _GIB_OF_CHIP.items() if device and device.startswith(name)), None)
 
 
 def fits(gib: float, chip_gib: int | None, *, is_estimate: bool = True) -> bool | None:
-    """Whether a chip has so much memory; None where its memory is not known, and where an estimate is near it."""
+    """Whether a chip has so much memory; None if its memory is not known, or an estimate is near it."""
     if chip_gib is None or (is_estimate and chip_gib / NEAR < gib < chip_gib * NEAR):
         return None
     return gib <= chip_gib
 
 
 def fraction_note(gib: float, chip_gib: int | None) -> str:
-    """The note on what has to be set where so much memory is needed; "" where nothing has to be."""
+    """The note that a JAX setting must be changed to use so much memory; "" if it need not be."""
     if chip_gib is None or gib <= _FRACTION * chip_gib:
         return ""
     return (
@@ -35,12 +35,12 @@ def fraction_note(gib: float, chip_gib: int | None) -> str:
 
 
 def device_named(name: str) -> str:
-    """The kind of device that is called so, or has this in its name.
+    """The kind of device with this name, or with this in its name.
 
     Raises:
-      ValueError: there are several, or there is none.
+      ValueError: there are several such kinds, or none.
     """
-    found = [device for device in CONSTANTS if name in device]
-    if len(found) != 1:
+    matching = [device for device in CONSTANTS if name in device]
+    if len(matching) != 1:
         raise ValueError(f"device={name!r}; it must be, or be a part of, one of {', '.join(map(repr, CONSTANTS))}")
-    return found[0]
+    return matching[0]

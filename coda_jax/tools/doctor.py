@@ -1,6 +1,6 @@
 """`python -m coda_jax.doctor`: whether kernels compile and run here, what is missing, and the command that mends it.
 
-This file imports the rest of the package late: it has to run where the native module does not load.
+This file imports the rest of the package inside functions, as it must also run where the native module does not load.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from coda_jax.tools import source_tree
 
 VARIABLES = ("CACHE_DIR", "DUMP_DIR", "QUIET", "STRICT", "TILES_BY", "TUNED")  # CODA_JAX_...; docs/settings.md
 OTHERS = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "XLA_FLAGS")
-OLDEST_DRIVER = 13000  # as cuDriverGetVersion says it: what jax[cuda13] needs
-_SHAPE = (256, 128)  # of both factors of the products that are tried
+OLDEST_DRIVER = 13000  # what jax[cuda13] needs, as cuDriverGetVersion returns it
+_SHAPE = (256, 128)  # of both factors of the test products
 INSTALL = 'pip install "coda-jax[cuda]"'
 
 
@@ -34,10 +34,10 @@ class Finding:
     """A line of the report.
 
     Attributes:
-      subject: what was looked at.
-      text: what was found.
+      subject: what was checked.
+      text: the result.
       mend: the command or step that mends it.
-      is_broken: whether the process ends with an error; False with a `mend`: worth knowing.
+      is_broken: whether the process ends with an error; with a `mend` and False it is only a note.
     """
 
     subject: str
@@ -60,7 +60,7 @@ class Machine:
     """The machine as the driver describes it.
 
     Attributes:
-      version: the newest CUDA that it runs, 13000 for 13.0; None without a driver.
+      version: the newest CUDA that the driver supports, 13000 for 13.0; None without a driver.
       gpus: name and compute capability of each GPU.
       fault: why the driver does not work.
     """
@@ -71,7 +71,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Asks libcuda itself, as JAX may see less."""
+    """The machine by libcuda itself, as JAX may see fewer GPUs."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -105,7 +105,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_native() -> Iterator[Finding]:
-    """The package and its compiled module."""
+    """Checks the package and its compiled module."""
     try:
         ffi = importlib.import_module("coda_jax.ffi")
     except Exception as error:  # whatever stops the import is the finding
@@ -116,7 +116,7 @@ def check_native() -> Iterator[Finding]:
 
 
 def _reinstall(module: str) -> str:
-    """The command, where this module is missing."""
+    """The command that installs what is missing if this module does not import."""
     if not module.startswith("coda_jax"):
         return INSTALL
     return (
@@ -138,7 +138,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_jax(here: Machine) -> Iterator[Finding]:
-    """jax against the versions that this package is for, and its plugin for CUDA against jax."""
+    """Checks jax against the versions that this package supports, and the CUDA plugin against jax."""
     version = _version("jax") or "0"
     yield Finding("jax", f"jax {version}, jaxlib {_version('jaxlib')}, flax {_version('flax')}")
     requirements = importlib.metadata.requires("coda-jax") or [] if _version("coda-jax") else []
@@ -218,7 +218,7 @@ def check_nvrtc(here: Machine) -> Iterator[Finding]:
 
 
 def check_cache() -> Iterator[Finding]:
-    """Checks where compiled kernels are kept: whether a file can be written, and whose entries are not used."""
+    """Checks the folder of compiled kernels: whether a file can be written, and whether entries are not used."""
     from coda_jax import ffi
 
     folder = pathlib.Path(ffi.cache_directory())
@@ -250,7 +250,7 @@ def check_cache() -> Iterator[Finding]:
 
 
 def check_environment() -> Iterator[Finding]:
-    """Variables that count, and misspelt ones, which do nothing."""
+    """Reports the environment variables that have an effect, and misspelt ones, which have none."""
     known = {f"CODA_JAX_{name}" for name in VARIABLES}
     shown = [f"{name}={os.environ[name]}" for name in sorted({*known, *OTHERS}) if name in os.environ]
     yield Finding("environment", "\n".join(shown) or "no variable that counts is set")
@@ -261,7 +261,7 @@ def check_environment() -> Iterator[Finding]:
 
 
 def check_tiles() -> Iterator[Finding]:
-    """By what tiles are chosen; a table that cannot be read is warned of by itself."""
+    """Checks the setting by which tiles are chosen. Reading a table warns by itself if it fails."""
     from coda_jax.tiles.constants import tiles_by
 
     try:
@@ -277,8 +277,8 @@ def _bias_gelu(acc: Any, bias: Any) -> Any:
 
 
 def check_kernel(here: Machine) -> Iterator[Finding]:
-    """Compiles products with an epilogue, of factors of 16 bits and of 8; runs them where a Hopper GPU is, and compares
-    with float64.
+    """Compiles products with an epilogue, with factors of 16 and of 8 bits. On a Hopper GPU it also runs them, and
+    compares with float64.
     """
     from coda_jax import ffi
     from coda_jax.epilogue.dtypes import FACTORS, FLOATS_OF_8_BITS
@@ -286,9 +286,9 @@ def check_kernel(here: Machine) -> Iterator[Finding]:
     if ffi.unavailable_reason():
         return
     for dtype in (FACTORS[0], FLOATS_OF_8_BITS[0]):
-        found = [*_compiled(dtype)]
-        yield from found
-        if any(finding.is_broken for finding in found):
+        findings = [*_compiled(dtype)]
+        yield from findings
+        if any(finding.is_broken for finding in findings):
             return
         if any(capability == "9.0" for _, capability in here.gpus) and _is_seen():
             yield from _run(dtype)
@@ -310,7 +310,7 @@ def _compiled(dtype: str) -> Iterator[Finding]:
         if product.source is None:
             yield Finding("kernel", f"not compiled: {product.reason}")
             return
-        # A source of its own, which is not kept: what the cache has proves nothing of NVRTC.
+        # A unique source, whose kernel is not kept: a cached one would prove nothing about NVRTC.
         source = f"{product.source}\n// doctor {uuid.uuid4().hex}\n"
         made = ffi.compile(source, "doctor")
     except Exception as error:  # whatever stops it is the finding
@@ -361,7 +361,7 @@ def _run(dtype: str) -> Iterator[Finding]:
 
 
 def findings() -> Iterator[Finding]:
-    """The whole report, in the order in which faults should be mended."""
+    """The entire report, in the order in which faults should be mended."""
     yield from check_python()
     native = [*check_native()]
     yield from native

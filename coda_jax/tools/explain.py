@@ -1,4 +1,4 @@
-"""The products of a function: what they are lowered to, and why; what they cost, and what is left between them."""
+"""`coda.explain`: the lowering of a function's products, with reasons and costs, and the passes between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coda_jax.primitives.told import coda_told_p
 from coda_jax.tiles.table import as_if_attached, attached_device
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, Calls, advise, remedy_of
-from coda_jax.tools.costs import Cost, cost_of, part_of, pass_us
+from coda_jax.tools.costs import Cost, cost_of, pass_us, shard_of
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.held import Memory, held, memory_of
 from coda_jax.tools.others import OtherProduct, find_attention, products_of_others
@@ -36,13 +36,13 @@ class Product:
 
     Attributes:
       epilogue: its name, "gemm" for a bare product.
-      a, b: types of the factors, `^T` where they are stored transposed.
-      reason: why it takes XLA's form; None where it is the Hopper kernel.
-      tile: rows and columns of the kernel's tiles, and who chose them; None where it takes XLA's form.
-      source: the kernel's CUDA source, if it was asked for; None where it takes XLA's form.
-      cost: of one execution, of a device's part where the product is split over a mesh. None where a size is symbolic,
-        or the part is known only when XLA has partitioned the program.
-      remedy: what would make it the kernel, where it takes XLA's form and something would.
+      a, b: types of the factors, `^T` if they are stored transposed.
+      reason: why it takes XLA's form; None if it is the Hopper kernel.
+      tile: rows and columns of the kernel's tiles, and what chose them; None if it takes XLA's form.
+      source: the kernel's CUDA source, if it was asked for; None if it takes XLA's form.
+      cost: of one execution, on one device's shards if the product is sharded over a mesh. None if a size is symbolic,
+        or the shards are known only when XLA has partitioned the program.
+      remedy: the change by which a product in XLA's form would become the kernel, if there is one.
     """
 
     epilogue: str
@@ -61,15 +61,15 @@ class Totals:
 
     Attributes:
       flops: of all coda_jax's products with known sizes.
-      products_ms: of those that are kernels and whose time is known.
-      untimed: how many products have no time: they take XLA's form, or nobody has measured the like.
-      roofline_ms: that the chip's data sheet allows for those that have a time.
-      xla_ms: that XLA's forms of the products that have both times take at least.
-      fused_ms: that these same products take as kernels.
+      products_ms: of kernels whose time is known.
+      untimed: how many products have no time: they take XLA's form, or nothing like them has been measured.
+      roofline_ms: the least time of the timed products by the chip's data sheet.
+      xla_ms: the least time of XLA's forms of the products that have both times.
+      fused_ms: the time of these same products as kernels.
       passes_bytes, passes_ms: of the passes left to XLA between products; no time on several devices.
-      kept_bytes: of what is kept for the backward pass.
-      other_flops: of `Explanation.other_products`, as far as known. Of several devices they are those of whole arrays,
-        on all of them together, but for those inside a shard_map.
+      kept_bytes: of the arrays kept for the backward pass.
+      other_flops: of `Explanation.other_products`, if known. For several devices they are those of unsharded arrays, on
+        all devices together, except inside a shard_map.
     """
 
     flops: int
@@ -86,27 +86,27 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The products of a function and what is left between them, printed as tables; below them the kernels' sources,
-    where these were asked for.
+    """The products of a function and the passes between them, printed as tables; below them the kernels' sources, if
+    these were asked for.
 
     Attributes:
-      products: how often each is executed in one call; the body of a scan counts for each step, that of a while loop
+      products: how often each is executed in one call. The body of a scan counts for each step, that of a while loop
         once, as do all branches of a cond.
       others: how many products are not coda_jax's: `attention_products`, and all of `other_products`.
-      notes: what operators and layers say of themselves, as why one is not one block, and how often.
-      device: the kind whose times are told; None on another platform.
-      passes: what XLA does between products, as far as the function's jaxpr tells; see `coda_jax.tools.passes`.
-      attention: calls of `jax.nn.dot_product_attention`, each taken for one kernel.
-      kept: what is kept for the backward pass, once for each array.
-      advice: what could be changed.
-      blocks: what `coda.block`s are planned as, in words: which map is made in which epilogue, and why others are not;
-        and how often each runs.
-      num_devices: that the program runs on. Of several, passes and what is kept are of whole arrays, on all of them
-        together, but for those inside a shard_map.
-      other_products: products that are neither coda_jax's nor attention's, and how often each is executed, as those of
-        an optimizer, of a router, or of layers in plain JAX.
-      attention_products: of `attention`, which has them inside; on a machine with a GPU cuDNN's calls have none.
-      memory: what the function holds, as far as its jaxpr tells; of several devices whole arrays.
+      notes: notes of operators and layers, such as why a layer is not one block, and how often each occurs.
+      device: the kind of device of the times; None on another platform.
+      passes: XLA's passes between products, by the function's jaxpr; see `coda_jax.tools.passes`.
+      attention: calls of `jax.nn.dot_product_attention`, each counted as one kernel.
+      kept: the arrays kept for the backward pass, with their counts.
+      advice: changes that a user could make.
+      blocks: the plans of `coda.block`s in words: which map is computed in which epilogue, and why others are not; and
+        how often each runs.
+      num_devices: the number of devices that the program runs on. For several, passes and kept arrays are unsharded
+        ones, of all devices together, except inside a shard_map.
+      other_products: products that are neither coda_jax's nor attention's, and how often each is executed, such as
+        those of an optimizer, of a router, or of layers in plain JAX.
+      attention_products: the number of products inside `attention`; on a machine with a GPU, cuDNN's calls have none.
+      memory: the memory that the function holds, by its jaxpr; for several devices, that of unsharded arrays.
     """
 
     products: dict[Product, int]
@@ -151,7 +151,7 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` takes them."""
+        """The same for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` accepts them."""
 
         def rows(counted: Mapping[Any, int]) -> list[dict[str, Any]]:
             return [{"count": count, **dataclasses.asdict(one)} for one, count in counted.items()]
@@ -182,16 +182,16 @@ class Explanation:
         }
 
     def plot(self, where: Any) -> Any:
-        """A picture: a bar for each product, with what the chip allows and what XLA's form takes; and the roofline.
+        """Plots a bar for each product, with the chip's limit and the time of XLA's form; and the roofline.
 
         Args:
-          where: the path of a picture to write, or two matplotlib axes, for the bars and for the roofline.
+          where: the path of the image file, or two matplotlib axes, for the bars and for the roofline.
 
         Returns:
           The matplotlib figure.
 
         Raises:
-          ImportError: there is no matplotlib.
+          ImportError: matplotlib is not installed.
           ValueError: no product has a time.
         """
         from coda_jax.tools import plot
@@ -214,15 +214,15 @@ def explain(
 
     Args:
       function: traceable by JAX; jitted or not.
-      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s, and modules and optimizers of flax.nnx: what
-        the function leaves in their variables is among its results.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s, and modules and optimizers of flax.nnx: the
+        final values of their variables are among the results.
       platform: "cuda", to see on any machine what a Hopper GPU would run, or "cpu"; default the one JAX uses, and
-        "cuda" where a device is named.
-      device: the kind of GPU to explain for, by JAX's name or a part of it, "H200" or "H100"; default the one that is
-        attached. Without one, times are an H200's, and tiles are those of a program that is exported: of no table.
-      source: also tell each kernel's CUDA source, with the epilogue's function, its file and line, and its parameters
-        by their names. What is compiled, and what CODA_JAX_DUMP_DIR holds, has `column_vector_0` in the place of
-        `rstd`, so that functions with the same mathematics share a kernel.
+        "cuda" if a device is named.
+      device: the kind of GPU to explain for, by JAX's name or a part of it, "H200" or "H100"; default the attached one.
+        Without one, times are an H200's, and tiles are those of an exported program, from no table.
+      source: also show each kernel's CUDA source, with the epilogue's function, its file and line, and its parameters
+        by their names. The compiled source, also in CODA_JAX_DUMP_DIR, has `column_vector_0` in the place of `rstd`, so
+        that functions with the same mathematics share a kernel.
 
     Raises:
       ValueError: another platform, or a device of which no times are known.
@@ -243,8 +243,8 @@ def explain(
     trace = traced(function, args, kwargs)
     jaxpr = needed(trace)
     calls = Calls(jaxpr)
-    found, num_devices = equations_in(jaxpr, (args, kwargs, asked_shardings(function, args, kwargs)))
-    for equation, times in found:
+    calls_of_equations, num_devices = equations_in(jaxpr, (args, kwargs, asked_shardings(function, args, kwargs)))
+    for equation, times in calls_of_equations:
         if equation.primitive in PRIMITIVES:
             with as_if_attached(named):
                 product = _product(equation, platform, num_devices, source, told)
@@ -259,10 +259,10 @@ def explain(
     find_attention(graphs)
     left = [left_to_xla(graph) for graph in graphs]
     passes, attention, kept, between = _left_to_xla(graphs, left)
-    others, of_attention = products_of_others(graphs, told)
+    others, in_attention = products_of_others(graphs, told)
     return Explanation(
         products=dict(products),
-        others=sum(others.values()) + of_attention,
+        others=sum(others.values()) + in_attention,
         notes=dict(notes),
         device=told,
         passes=passes,
@@ -272,7 +272,7 @@ def explain(
         num_devices=num_devices,
         blocks=dict(blocks),
         other_products=others,
-        attention_products=of_attention,
+        attention_products=in_attention,
         memory=memory_of(trace, held(graphs, [each.moved for each in left])),
     )
 
@@ -280,16 +280,16 @@ def explain(
 def _left_to_xla(
     graphs: Iterable[Graph], left: Iterable[LeftToXla]
 ) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int], dict[Unfused, int]]:
-    """The work that all graphs of a function leave to XLA; what a loop's body keeps counts once."""
+    """The work that all graphs of a function leave to XLA; arrays that a loop's body keeps count once."""
     passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
     between = collections.Counter[Unfused]()
-    for graph, (made, calls, of_graph, _) in zip(graphs, left, strict=True):
-        for one in made:
+    for graph, (graph_passes, calls, kept_in_graph, _) in zip(graphs, left, strict=True):
+        for one in graph_passes:
             passes[one.of] += graph.times
         for call, count in calls.items():
             attention[call] += count * graph.times
-        kept.update(of_graph)
-        for unmade, count in unfused(graph, made).items():
+        kept.update(kept_in_graph)
+        for unmade, count in unfused(graph, graph_passes).items():
             between[unmade] += count * graph.times
     return dict(passes), dict(attention), dict(kept), dict(between)
 
@@ -301,7 +301,7 @@ def _product(
     with_source: bool,
     device: str | None,
 ) -> Product:
-    """An equation's product, with times of this kind of device."""
+    """The product of an equation, with times of this kind of device."""
     avals: list[Any] = [v.aval for v in equation.invars]
     spec = equation.params["spec"]
     matrices = [jax.core.ShapedArray(x.shape, x.dtype) for x in spec.matrices.flat_types(avals)[:2]]
@@ -317,14 +317,14 @@ def _product(
         choice = select(avals, spec, num_devices)
     except ValueError as error:  # a config that does not fit, which the lowering raises
         choice = Selection(str(error))
-    part = part_of(avals, spec) if choice.over else (avals, spec)
-    types, of_types = part or (avals, spec)
-    cost = cost_of(types, of_types, choice.config, device) if part else None
+    shard = shard_of(avals, spec) if choice.over else (avals, spec)
+    types, shard_spec = shard or (avals, spec)
+    cost = cost_of(types, shard_spec, choice.config, device) if shard else None
     if choice.reason is not None:
-        remedy = remedy_of(types, of_types, choice.reason)
+        remedy = remedy_of(types, shard_spec, choice.reason)
         return dataclasses.replace(product, reason=choice.reason, cost=cost, remedy=remedy)
-    parts = f" {' or '.join(choice.shards)}" if choice.shards else ""
-    each = f", on each device's part{parts} over {', '.join(choice.over)}" if choice.over else ""
+    shards = f" {' or '.join(choice.shards)}" if choice.shards else ""
+    each = f", on each device's part{shards} over {', '.join(choice.over)}" if choice.over else ""
     if choice.config is None:
         tile = f"its tile chosen once XLA has partitioned the program{each}"
         return dataclasses.replace(product, tile=tile)

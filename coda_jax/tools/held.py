@@ -1,9 +1,10 @@
-"""How much memory a function holds at once, as far as its jaxpr tells.
+"""An estimate of the memory that a function holds at once, from its jaxpr.
 
-Operations are taken in the order of the jaxpr. An array in memory is held from the operation that writes it to the last
-one that reads it. A pass, a loop and a scatter write in the place of an array of as many bytes, and of elements as
-large, that they read last. While a loop runs, what its body holds comes to that. Beside arguments and results this is
-what XLA calls temporaries; `tests/test_explain_compare.py` has it within 10 % of seven steps of record.
+Operations run in the order of the jaxpr. An array in memory is held from the operation that writes it to the last one
+that reads it. A pass, a loop or a scatter writes its result into an array of as many bytes, and elements of the same
+size, of which it is the last reader. While a loop runs, the memory of its body is added. Beside arguments and results
+this is what XLA calls temporaries; `tests/test_explain_compare.py` checks that it is within 10 % of XLA's for seven
+recorded steps.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Memory:
     """Bytes that a function holds.
 
     Attributes:
-      arguments, results: of all leaves, each once; of results those that are no arguments.
-      reused: of results that stand in the place of arguments, which the caller donates.
-      temporaries: held at once beside arguments and results, at most.
+      arguments, results: of all leaves, each once; arguments that are returned count only as arguments.
+      reused: of results in the memory of arguments that the caller donates.
+      temporaries: the most that is held at once beside arguments and results.
     """
 
     arguments: int
@@ -38,25 +39,25 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """All of it at once."""
+        """The sum, with reused memory counted once."""
         return self.arguments + self.results - self.reused + self.temporaries
 
 
-def memory_of(found: jax.stages.Traced, temporaries: int) -> Memory:
-    """The memory that a traced function holds; what it donates is known of a jitted function."""
-    arguments, results = jax.tree.leaves(found.args_info), made_results(found)
+def memory_of(trace: jax.stages.Traced, temporaries: int) -> Memory:
+    """The memory that a traced function holds. Only a jitted function donates arguments."""
+    arguments, results = jax.tree.leaves(trace.args_info), made_results(trace)
     donated = collections.Counter(_type(x) for x in arguments if x.donated)
     reused = donated & collections.Counter(map(_type, results))
     return Memory(
         sum(map(_bytes, arguments)),
         sum(map(_bytes, results)),
-        sum(Array(*of).bytes * count for of, count in reused.items()),
+        sum(Array(*type_).bytes * count for type_, count in reused.items()),
         temporaries,
     )
 
 
 def held(graphs: Sequence[Graph], moved: Sequence[Sequence[Moved]]) -> int:
-    """Bytes of `Memory.temporaries` of graphs, of which each is followed by those of the loops in it."""
+    """`Memory.temporaries` of graphs, each of which is followed by the graphs of the loops in it."""
     return _held(iter(list(zip(graphs, moved, strict=True))))
 
 

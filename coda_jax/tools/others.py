@@ -1,4 +1,4 @@
-"""Products that are not coda_jax's: their sizes and lines, and which of them are attention's."""
+"""Products that are not coda_jax's, with their sizes and lines, and the products of attention."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class OtherProduct:
     Attributes:
       operation: JAX's name: "dot_general", "ragged_dot_general", "conv_general_dilated".
       a, b, out: types of the factors and of the result.
-      flops: of one execution: 2 for each element of a and each of b's columns, which are what it neither contracts, has
-        as a batch, nor counts groups with. Of a ragged product each row so goes through one group's matrix, and of the
-        weights' gradient each row through one outer product. None where a size is symbolic, and inside of a kernel
-        that others wrote, where nobody says how often it is executed.
-      bytes: of the factors, all groups' matrices among them, and of the result, each once; None as flops.
-      source: the line that made it, as `coda_jax.tools.source_lines.line_of` finds it; None where JAX knows none.
+      flops: of one execution: 2 for each element of a and each of b's columns, the axes that are neither contracted,
+        batched nor groups. In a ragged product each row is thus multiplied by one group's matrix, and in the weights'
+        gradient each row is in one outer product. None if a size is symbolic, and inside another library's kernel,
+        where the number of executions is not known.
+      bytes: of the factors, with all groups' matrices, and of the result, each once; None where `flops` is None.
+      source: the line that made it, as `coda_jax.tools.source_lines.line_of` finds it; None if JAX knows none.
       is_backward: whether it is in a backward pass.
-      us: microseconds that the library's kernel without an epilogue should take for it, by the cost model. Of plain
-        JAX's step of record XLA's products took 0.89 to 0.92 of it. None where the cost model cannot say it.
+      us: expected microseconds of the library's kernel without an epilogue for it, by the cost model. In the measured
+        steps of plain JAX, XLA's products took 0.89 to 0.92 of it. None where the cost model has no time.
     """
 
     operation: str
@@ -56,16 +56,16 @@ class OtherProduct:
 
 
 def products_of_others(graphs: Iterable[Graph], device: str | None = None) -> tuple[dict[OtherProduct, int], int]:
-    """How often each is executed, with its time on this kind of device; how many products attention has beside them."""
-    found, of_attention = collections.Counter[OtherProduct](), 0
+    """The products, with times on this kind of device, and how often each is executed; the number of attention's."""
+    counts, in_attention = collections.Counter[OtherProduct](), 0
     for graph in graphs:
         for one in graph.operations:
             for equation, times, is_known in _products(one):
                 if one.is_attention:
-                    of_attention += graph.times * times
+                    in_attention += graph.times * times
                 else:
-                    found[_other(equation, one.is_backward, is_known, device)] += graph.times * times
-    return dict(found), of_attention
+                    counts[_other(equation, one.is_backward, is_known, device)] += graph.times * times
+    return dict(counts), in_attention
 
 
 def _products(one: Operation) -> Iterator[tuple[core.JaxprEqn, int, bool]]:
@@ -97,10 +97,10 @@ def _other(equation: core.JaxprEqn, is_backward: bool, is_known: bool, device: s
 
 
 def _us(equation: core.JaxprEqn, a: Any, b: Any, out: Any, device: str) -> float | None:
-    """`OtherProduct.us`: of products of matrices in 16 bits."""
+    """`OtherProduct.us`, for products of matrices with 16 bits; else None."""
     dtypes = {np.dtype(x.dtype) for x in (a, b)}
-    of_16_bits = all(is_rounded(dtype) and not is_of_8_bits(dtype) for dtype in dtypes)
-    if equation.primitive.name != "dot_general" or len(dtypes) > 1 or not of_16_bits:
+    have_16_bits = all(is_rounded(dtype) and not is_of_8_bits(dtype) for dtype in dtypes)
+    if equation.primitive.name != "dot_general" or len(dtypes) > 1 or not have_16_bits:
         return None
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
     k, batch = (math.prod(a.shape[axis] for axis in axes) for axes in (contracted, batched))
@@ -123,11 +123,11 @@ def _flops(equation: core.JaxprEqn, a: Sequence[int], b: Sequence[int], out: Seq
 
 
 def find_attention(graphs: Sequence[Graph]) -> None:
-    """Marks what is `jax.nn.dot_product_attention`'s and has lost its line, as in the rules of a `jax.custom_vjp`.
+    """Marks operations of `jax.nn.dot_product_attention` that have lost their line, as in rules of a `jax.custom_vjp`.
 
-    JAX gives the equations of such rules the line of the call. The names of the einsums stay, and what stands between
-    two of them, with no other product on the way, is attention's. On a machine with a GPU nothing is marked: there the
-    equations are what will run.
+    JAX gives the equations of such rules the line of the call. The names of the einsums stay, and operations between
+    two of them, with no other product on the way, are attention's. On a machine with a GPU nothing is marked: there the
+    equations themselves run.
     """
     if jax.default_backend() == "gpu":
         return
@@ -154,11 +154,11 @@ def _mark_between(graph: Graph) -> None:
 
     for is_backward in (False, True):
         same = [one for one in graph.operations if one.is_backward == is_backward]
-        behind: set[Array] = set()  # what attention's products made, and what was made of that
+        behind: set[Array] = set()  # results of attention's products, and arrays computed from these
         for one in same:
             if one.is_attention or (not ends(one) and not behind.isdisjoint(one.inputs)):
                 behind.update(one.outputs)
-        before: set[Array] = set()  # what attention's products read, and what that is made of
+        before: set[Array] = set()  # inputs of attention's products, and arrays from which these are computed
         for one in reversed(same):
             if not one.is_attention and not ends(one) and not before.isdisjoint(one.outputs):
                 one.is_attention = not behind.isdisjoint(one.inputs)
@@ -166,13 +166,13 @@ def _mark_between(graph: Graph) -> None:
             elif one.is_attention:
                 before.update(one.inputs)
     read, others = _read_by(graph)
-    for one in reversed(graph.operations):  # masks are made as large as scores for attention alone
+    for one in reversed(graph.operations):  # masks are broadcast to the size of scores for attention alone
         if one.name == "broadcast_in_dim" and others.isdisjoint(one.outputs) and not read.isdisjoint(one.outputs):
             one.is_attention = True
 
 
 def _read_by(graph: Graph) -> tuple[set[Array], set[Array]]:
-    """The arrays that attention reads, and those that others do, the graph's caller among them."""
+    """The arrays that attention reads, and those that other operations or the graph's caller read."""
     read: tuple[set[Array], set[Array]] = set(), {*graph.results}
     for one in graph.operations:
         read[not one.is_attention].update(one.inputs)

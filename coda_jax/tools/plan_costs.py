@@ -1,8 +1,8 @@
-"""`coda.plan_costs`: what a layer of a transformer computes and sends on each device, before anybody rents one.
+"""`coda.plan_costs`: the products and collectives of a transformer's layer on each device, from its sizes alone.
 
-Sizes alone decide it, so nothing is traced. A layer has four products, of D model width, Q the width of query, key and
-value, H the heads' width and F hidden features: (D, Q), (H, D), (D, 2 F) and (F, D); going back each has two more. With
-T tokens on a device, t devices of tensor parallelism and P parameters in the layer,
+Nothing is traced. With model width D, width Q of query, key and value, width H of the heads and F hidden features, a
+layer has four products, (D, Q), (H, D), (D, 2 F) and (F, D), and two more for each in the backward pass. With T tokens
+on a device, t devices of tensor parallelism and P parameters in the layer,
 
 | collective                                                       | bytes          |
 |------------------------------------------------------------------|----------------|
@@ -11,21 +11,21 @@ T tokens on a device, t devices of tensor parallelism and P parameters in the la
 | data parallelism: gradients reduced                              | 4 P / t        |
 | tensor: the stream's partial sums, twice forward, twice backward | 2 T D each     |
 
-in bfloat16 and with float32 gradients. Of a layer with experts the last two products are of T k rows, k experts a
-token, in equal groups. An axis "expert" cuts the experts and, for all else, the tokens: T k D bfloat16 rows go to the
-devices of their experts, and back, and so do their cotangents. What is gathered is kept, as in a list of layers without
-`remat`; with it, and in a scan, it is gathered again for each layer's backward pass. Sequence parallelism has a gather
-and a reduce-scatter in the place of each all-reduce, and gathers the stream once more for the weights' gradients. With
-n devices a gather or a reduce-scatter of so many bytes takes bytes (n - 1) / n / bandwidth, an all-reduce twice that.
-This is how "Efficiently Scaling Transformer Inference" (arXiv 2211.05102) counts.
+in bfloat16 and with float32 gradients. In a layer with experts, the last two products have T k rows, with k experts a
+token, in equal groups. An axis "expert" shards the experts, and the tokens of all other products: T k D bfloat16 rows
+are sent to the devices of their experts, and back, and so are their cotangents. Gathered weights are kept, as in a list
+of layers without `remat`; with `remat`, and in a scan, they are gathered again for each layer's backward pass. Sequence
+parallelism has a gather and a reduce-scatter in the place of each all-reduce, and gathers the stream once more for the
+weights' gradients. With n devices a gather or a reduce-scatter takes bytes (n - 1) / n / bandwidth, an all-reduce twice
+that. "Efficiently Scaling Transformer Inference" (arXiv 2211.05102) counts so, too.
 
 The bandwidth is the bus bandwidth of nccl-tests (doc/PERFORMANCE.md there), that of the narrowest link of a ring. In a
-host it is `bus_gbytes`. Of n devices of which each host has k < n it is min(bus_gbytes, k network_gbytes): what a host
-sends leaves it by the network of k devices. An all-to-all sends bytes (n - k) / n by a device's own network. Devices
-are those of a mesh in its order, the last axis innermost, so that each host has the next `gpus_per_host` of them.
+host it is `bus_gbytes`. For n devices, k < n of them in each host, it is min(bus_gbytes, k network_gbytes), as a host
+sends over the network of k devices. In an all-to-all each device sends bytes (n - k) / n over its own network. Devices
+are in the order of the mesh, the last axis innermost, and each host has the next `gpus_per_host` of them.
 
-A device's memory is in `plan_memory.py`. A chip's memory is that of its data sheet, taken as GiB: 80 of an H100, 141 of
-an H200, of which nvidia-smi tells 79.6 and 140.4.
+`plan_memory.py` has the memory of a device. A chip's memory is the number in its data sheet, as GiB: 80 for an H100,
+141 for an H200; nvidia-smi shows 79.6 and 140.4.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from coda_jax.tools.plan_steps import Links, Planner, Sizes, Step
 from coda_jax.tools.text import columns
 
 ROLES = ("data", "fsdp", "tensor", "expert")
-# What meshes call their axes elsewhere.
+# Other names of the roles.
 _ALSO = {
     "model": "tensor",
     "tp": "tensor",
@@ -60,13 +60,13 @@ class PlanCosts:
     """The costs that `plan_costs` found, printed as a table.
 
     Attributes:
-      sizes, tokens, mesh, sequence_parallel, device, bus_gbytes: what was asked, the mesh by roles.
-      tflops: of the products; None where the cost model says how long each takes.
+      sizes, tokens, mesh, sequence_parallel, device, bus_gbytes: as given to `plan_costs`, the mesh by roles.
+      tflops: of the products; None if their times are the cost model's.
       steps: of one layer, then of the loss's head.
-      network_gbytes, gpus_per_host: what was asked.
-      in_host: by role, of the devices that take part in its collectives how many one host has.
-      param_dtype, gradient_dtype, optimizer_dtype, optimizer_states: what is assumed to be kept.
-      remat: what was asked.
+      network_gbytes, gpus_per_host: as given.
+      in_host: by role, how many of the devices of one collective are in one host.
+      param_dtype, gradient_dtype, optimizer_dtype, optimizer_states: of the arrays that are kept, as given.
+      remat: as given.
     """
 
     sizes: Sizes
@@ -87,7 +87,7 @@ class PlanCosts:
     remat: str | tuple[str, ...] | None = None
 
     def ms(self, phase: str, what: str | None = None, *, part: str = "layer", over: str | None = None) -> float:
-        """Milliseconds in a phase of products, of one collective, or unless `what` is given of all collectives."""
+        """Milliseconds in a phase of products or of one collective, `what`, or of all collectives if that is None."""
         return sum(
             step.ms
             for step in self.steps
@@ -97,15 +97,15 @@ class PlanCosts:
         )
 
     def layer_ms(self, phase: str) -> float:
-        """With everything hidden that can be: the longer of products and what overlaps, and after them what cannot."""
+        """Milliseconds with full overlap: the longer of products and overlapping collectives, plus all other ones."""
         return _overlapped([step for step in self.steps if (step.part, step.phase) == ("layer", phase)])
 
     @property
     def step_ms(self) -> float:
-        """The milliseconds of all layers and the head, without attention, with everything hidden that can be."""
-        of_layer = self.layer_ms("forward") + self.layer_ms("backward")
+        """The milliseconds of all layers and the head, without attention, with full overlap."""
+        layers_ms = self.layer_ms("forward") + self.layer_ms("backward")
         head = [[s for s in self.steps if (s.part, s.phase) == ("head", phase)] for phase in ("forward", "backward")]
-        return self.sizes.layers * of_layer + sum(map(_overlapped, head))
+        return self.sizes.layers * layers_ms + sum(map(_overlapped, head))
 
     @property
     def tokens_per_second(self) -> float:
@@ -114,26 +114,26 @@ class PlanCosts:
         return self.tokens * devices / self.step_ms * 1e3
 
     def hidden_above(self, phase: str) -> int | None:
-        """Tokens on a device from which products hide what can be hidden; None where there is nothing to hide."""
+        """Tokens on a device from which products hide all overlapping collectives; None if there are none."""
         beside = sum(s.ms for s in self.steps if (s.part, s.phase) == ("layer", phase) and _hides(s))
         products = self.ms(phase, "products")
         return math.ceil(self.tokens * beside / products) if beside else None
 
     @property
     def gib(self) -> dict[str, float]:
-        """GiB on a device: parameters, gradients, the optimizer's state, what layers keep for going back, which are
-        activations and gathered weights, and what the loss's head holds.
+        """GiB on a device: parameters, gradients, the optimizer's state, the activations and gathered weights that
+        layers keep for the backward pass, and the arrays of the loss's head.
         """
         return gib_of(self)
 
     @property
     def gib_of_chip(self) -> int | None:
-        """The device's memory; None where it is not known."""
+        """The device's memory; None if it is not known."""
         return gib_of_chip(self.device)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device's memory has the sum of `gib`; None where that memory is not known, and where the sum is
+        """Whether the sum of `gib` fits into the device's memory; None if that memory is not known, or if the sum is
         within a factor of 1.15 of it.
         """
         return fits(sum(self.gib.values()), self.gib_of_chip)
@@ -152,16 +152,16 @@ class PlanCosts:
         }
 
     def plot(self, where: Any) -> Any:
-        """A picture: of a layer, forward and backward, products beside what can run with them, and what cannot.
+        """Plots a layer's products, forward and backward, the collectives that overlap them, and those that do not.
 
         Args:
-          where: the path of a picture to write, or a matplotlib axes.
+          where: the path of the image file, or a matplotlib axes.
 
         Returns:
           The matplotlib figure.
 
         Raises:
-          ImportError: there is no matplotlib.
+          ImportError: matplotlib is not installed.
         """
         from coda_jax.tools import plot_plan
 
@@ -205,7 +205,7 @@ class PlanCosts:
         return [f"collectives that leave a host: {'; '.join(over)}"] if over else []
 
     def _memory(self) -> str:
-        found = self.gib
+        memory = self.gib
         dtypes = {
             "parameters": self.param_dtype,
             "gradients": self.gradient_dtype,
@@ -213,14 +213,14 @@ class PlanCosts:
             "head": "a chunk, the weight, its gradient",
         }
         in_bfloat16 = np.dtype(jnp.bfloat16).name
-        each = ", ".join(f"{name} {size:.1f} ({dtypes.get(name, in_bfloat16)})" for name, size in found.items())
-        all_of_it = f"GiB a device: {each}; {sum(found.values()):.1f} in all"
+        each = ", ".join(f"{name} {size:.1f} ({dtypes.get(name, in_bfloat16)})" for name, size in memory.items())
+        all_of_it = f"GiB a device: {each}; {sum(memory.values()):.1f} in all"
         if self.gib_of_chip is None:
             return all_of_it
         if self.fits is False:
-            return f"{all_of_it}\nit does not fit: {sum(found.values()):.1f} GiB, and the chip has {self.gib_of_chip}"
+            return f"{all_of_it}\nit does not fit: {sum(memory.values()):.1f} GiB, and the chip has {self.gib_of_chip}"
         unknown = "" if self.fits else ", not known whether it fits"
-        setting = fraction_note(sum(found.values()), self.gib_of_chip)
+        setting = fraction_note(sum(memory.values()), self.gib_of_chip)
         return f"{all_of_it}, of {self.gib_of_chip} that the chip has{unknown}{setting and f'; {setting}'}"
 
 
@@ -255,31 +255,31 @@ def plan_costs(
 ) -> PlanCosts:
     """The products and collectives of a Llama-like layer per device under FSDP, tensor, expert and data parallelism.
 
-    Weights travel in bfloat16. Attention, which the devices have to compute in each scheme, is not counted, nor are the
-    embedding and what is elementwise.
+    Weights are sent in bfloat16. Attention, which every scheme computes alike, is not counted, nor are the embedding
+    and elementwise operations.
 
     Args:
-      config: with Hugging Face's names, as `flax_layers.LlamaConfig` and a model's config.json have.
-      tokens: that a device has. Under tensor parallelism the devices of a group have the same ones.
+      config: with Hugging Face's names, as in `flax_layers.LlamaConfig` and a model's config.json.
+      tokens: of one device. Under tensor parallelism the devices of a group have the same tokens.
       mesh: a `jax.sharding.Mesh` or `AbstractMesh`, or sizes by axis: {"fsdp": 8}. The order counts: a host has
         neighbours, which differ in the last axes.
-      axes: roles by axis, "data", "fsdp", "tensor" or "expert", for axes that are called otherwise: {"x": "fsdp"}.
-      sequence_parallel: whether the stream between sub-layers is cut by tokens over the tensor axis.
-      device: as `coda.explain` takes it; default an H200.
-      bus_gbytes: bus bandwidth of a device inside a host in GB/s, as nccl-tests tells it. The default is assumed for
-        the NVLink of a host of eight; two H100s reached 206 to 234, beside products 100 to 130.
-      tflops: that the products reach; by default the cost model says for each how long it takes, without its epilogue.
+      axes: roles by axis, "data", "fsdp", "tensor" or "expert", for axes with other names: {"x": "fsdp"}.
+      sequence_parallel: whether the stream between sub-layers is sharded by tokens over the tensor axis.
+      device: as for `coda.explain`; default an H200.
+      bus_gbytes: bus bandwidth of a device inside a host in GB/s, as nccl-tests measures it. The default is an
+        assumption for the NVLink of a host of eight; two H100s reached 206 to 234, and 100 to 130 beside products.
+      tflops: of the products; by default their times are the cost model's, without epilogues.
       gradient_dtype: in which weights' gradients are summed over devices, and kept.
-      stream_dtype: in which the stream's partial sums are, under tensor parallelism.
-      network_gbytes: GB/s of a device into its host's network. The default is 400 Gb/s, as the data sheet of NVIDIA's
-        DGX H100 has it: eight ConnectX-7 of up to 400 Gb/s for eight GPUs.
+      stream_dtype: of the stream's partial sums, under tensor parallelism.
+      network_gbytes: GB/s of a device into its host's network. The default is 400 Gb/s, as in the data sheet of
+        NVIDIA's DGX H100: eight ConnectX-7 of up to 400 Gb/s for eight GPUs.
       gpus_per_host: devices that NVLink connects.
       param_dtype: in which parameters are kept.
-      optimizer_dtype, optimizer_states: of an optimizer's state, and how many arrays it has for each parameter: two of
-        Adam, one of Muon or of momentum.
-      remat: what layers keep, as those of `flax_layers` take it: None, which is all; "full", "save_qkv" or
-        "save_attention"; or a tuple of names of arrays. The backward pass then has the products that run again, and
-        gathers weights once more; attention and sums of the stream that run again are not counted.
+      optimizer_dtype, optimizer_states: of an optimizer's state, and how many arrays it has for each parameter: two for
+        Adam, one for Muon or momentum.
+      remat: what layers keep, as in `flax_layers`: None, which is all; "full", "save_qkv" or "save_attention"; or a
+        tuple of names of arrays. The backward pass then runs some products again, and gathers weights once more;
+        attention and sums of the stream that run again are not counted.
 
     Raises:
       ValueError: a size that is missing or does not divide, an unknown role, device or policy, sequence parallelism
@@ -350,7 +350,7 @@ def _axes_of_roles(mesh: Any, axes: Mapping[str, str]) -> list[tuple[str, int]]:
     sizes = {str(name): int(size) for name, size in dict(getattr(mesh, "shape", mesh)).items()}
     if unknown := sorted(axes.keys() - sizes.keys()):
         raise ValueError(f"plan_costs: axes names {unknown[0]!r}; the mesh has {', '.join(sizes)}")
-    found = []
+    roles = []
     for name, size in sizes.items():
         role = axes.get(name) or _ALSO.get(name, name)
         if role not in ROLES:
@@ -359,5 +359,5 @@ def _axes_of_roles(mesh: Any, axes: Mapping[str, str]) -> list[tuple[str, int]]:
             )
         if size < 1:
             raise ValueError(f"plan_costs: axis {name!r} has {size} devices")
-        found.append((role, size))
-    return found
+        roles.append((role, size))
+    return roles

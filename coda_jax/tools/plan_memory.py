@@ -1,20 +1,20 @@
 """The memory of `coda.plan_costs`: what a device holds at once.
 
 With P parameters of all layers, embedding and head, f devices of FSDP, t of tensor parallelism, T tokens on a device,
-and V the vocabulary's columns that it has,
+and V columns of the vocabulary on a device,
 
 | what                  | bytes                                                                               |
 |-----------------------|-------------------------------------------------------------------------------------|
 | parameters, gradients | P / f / t elements, of `param_dtype` and of `gradient_dtype`                        |
 | optimizer             | `optimizer_states` P / f / t elements of `optimizer_dtype`; Adam has two moments    |
-| activations           | 2 T (2 D + (Q + H + 2 F) / t) of each layer; less with `remat`, and one layer whole |
-| gathered              | 2 P / t of the layers' parameters, where f > 1; with `remat` those of one layer     |
+| activations           | 2 T (2 D + (Q + H + 2 F) / t) of each layer; less with `remat`, plus one full layer |
+| gathered              | 2 P / t of the layers' parameters, if f > 1; with `remat` those of one layer        |
 | head                  | 2 C V, of a chunk of C tokens; 2 V D of the weight and 4 V D of its gradient        |
 
-Adam is of arXiv 1412.6980. Activations are what layers of this library keep in bfloat16: the stream in front of each
-sub-layer, qkv, the context, and the hidden product. Sequence parallelism cuts the stream over t too; with k experts a
-token it is 2 + k times as wide, and F is that of k experts. The head's weight counts where it is gathered or cast, and
-its gradient where it is not the one that is kept. What XLA holds besides is left out.
+Adam is described in arXiv 1412.6980. Activations are the bfloat16 arrays that layers of this library keep: the stream
+before each sub-layer, qkv, the context, and the hidden product. Sequence parallelism shards the stream over t, too;
+with k experts a token it is 2 + k times as wide, and F is that of k experts. The head's weight counts if it is gathered
+or cast, and its gradient if it is not the one that is kept. Other memory that XLA allocates is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from coda_jax.tools.plan_steps import Sizes
 if TYPE_CHECKING:
     from coda_jax.tools.plan_costs import PlanCosts
 
-# As flax_layers.remat has them.
+# The same names as in flax_layers.remat.
 _QKV = ("query_proj", "key_proj", "value_proj")
 POLICIES = {"full": (), "save_qkv": _QKV, "save_attention": (*_QKV, "context", "out_proj")}
 ALSO = {"qkv_proj": _QKV, "attention_out": ("context",), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
@@ -47,7 +47,7 @@ def kept_names(remat: Any) -> frozenset[str]:
     """The arrays that a layer keeps, by the names of `flax_layers.remat`.
 
     Raises:
-      ValueError: an unknown policy or name, or a policy that is a function, of which nobody knows what it keeps.
+      ValueError: an unknown policy or name, or a policy that is a function, which does not tell what it keeps.
     """
     if remat is None:
         return frozenset(NAMES)
@@ -56,14 +56,14 @@ def kept_names(remat: Any) -> frozenset[str]:
             told = f"{', '.join(POLICIES)}, names of arrays to keep as a tuple, or None"
             raise ValueError(f"plan_costs: {remat=}; it must be one of {told}")
         return frozenset((*LAYER_INPUT, *POLICIES[remat]))
-    given = frozenset(name for one in remat for name in ALSO.get(one, (one,)))
-    if unknown := sorted(given - NAMES):
+    names = frozenset(name for one in remat for name in ALSO.get(one, (one,)))
+    if unknown := sorted(names - NAMES):
         raise ValueError(f"plan_costs: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}")
-    return given | {*LAYER_INPUT}
+    return names | {*LAYER_INPUT}
 
 
 def made_again(sizes: Sizes, remat: Any) -> tuple[str, ...]:
-    """The products of a layer that run again going back, of `Sizes.products`. The last one of a layer never does."""
+    """The products of a layer, by name, that run again in the backward pass. The last one of a layer never does."""
     if remat is None:
         return ()
     kept = kept_names(remat)
@@ -73,59 +73,59 @@ def made_again(sizes: Sizes, remat: Any) -> tuple[str, ...]:
 
 
 def gib_of(plan: PlanCosts) -> dict[str, float]:
-    """GiB on a device, by what takes them."""
+    """GiB on a device, by use."""
     sizes, mesh = plan.sizes, plan.mesh
-    of_layer = sizes.parameters_of_all_tokens + sizes.parameters_of_experts / mesh.get("expert", 1)
-    parameters = sizes.layers * of_layer + sizes.vocabulary * sizes.features * 2
-    apart = parameters / mesh["fsdp"] / mesh["tensor"]
-    whole = _of_layer(plan, kept_names(None))
-    kept = sizes.layers * _of_layer(plan, kept_names(plan.remat))
-    gathered = 2 * of_layer / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
+    layer_parameters = sizes.parameters_of_all_tokens + sizes.parameters_of_experts / mesh.get("expert", 1)
+    parameters = sizes.layers * layer_parameters + sizes.vocabulary * sizes.features * 2
+    shard = parameters / mesh["fsdp"] / mesh["tensor"]
+    all_kept = _layer_bytes(plan, kept_names(None))
+    kept = sizes.layers * _layer_bytes(plan, kept_names(plan.remat))
+    gathered = 2 * layer_parameters / mesh["tensor"] if mesh["fsdp"] > 1 else 0.0
     each = {
-        "parameters": apart * _bytes(plan.param_dtype),
-        "gradients": apart * _bytes(plan.gradient_dtype),
-        "optimizer": apart * plan.optimizer_states * _bytes(plan.optimizer_dtype),
-        "activations": kept if plan.remat is None else kept + whole - kept / sizes.layers,
+        "parameters": shard * _bytes(plan.param_dtype),
+        "gradients": shard * _bytes(plan.gradient_dtype),
+        "optimizer": shard * plan.optimizer_states * _bytes(plan.optimizer_dtype),
+        "activations": kept if plan.remat is None else kept + all_kept - kept / sizes.layers,
         "gathered": gathered * (sizes.layers if plan.remat is None else 1),
         "head": _head(plan),
     }
     return {name: size / 2**30 for name, size in each.items()}
 
 
-def _of_layer(plan: PlanCosts, names: frozenset[str]) -> float:
-    """Bytes of activations of a layer that have one of these names."""
+def _layer_bytes(plan: PlanCosts, names: frozenset[str]) -> float:
+    """Bytes of a layer's activations with these names."""
     sizes, tensor = plan.sizes, plan.mesh["tensor"]
-    along = tensor if plan.sequence_parallel else 1
+    stream_shards = tensor if plan.sequence_parallel else 1
     hidden = (sizes.experts_per_token or 1) * sizes.hidden + sizes.shared
     heads, key_value = sizes.heads * sizes.head, sizes.key_value_heads * sizes.head
     elements = {
-        "decoder_layer_input": sizes.features / along,  # mlpwo is the next layer's
+        "decoder_layer_input": sizes.features / stream_shards,  # mlpwo is the next layer's
         "query_proj": heads / tensor,
         "key_proj": key_value / tensor,
         "value_proj": key_value / tensor,
         "context": heads / tensor,
-        "out_proj": sizes.features / along,
-        "expert_rows": sizes.experts_per_token * sizes.features / along,
+        "out_proj": sizes.features / stream_shards,
+        "expert_rows": sizes.experts_per_token * sizes.features / stream_shards,
         "mlpwi": (1 + sizes.is_gated) * hidden / tensor,
     }
     return 2 * plan.tokens * sum(size for name, size in elements.items() if name in names)
 
 
 def _head(plan: PlanCosts) -> float:
-    """Bytes of a chunk's exponentials, and of the head's weight and its gradient where they are whole and apart."""
+    """Bytes of a chunk's exponentials, and of the copies of the head's weight and its gradient, if there are any."""
     sizes, bfloat16 = plan.sizes, np.dtype(jnp.bfloat16)
     vocabulary = sizes.vocabulary // plan.mesh["tensor"]
     columns = columns_of(vocabulary, bfloat16)
     is_cast = plan.mesh["fsdp"] > 1 or plan.param_dtype != bfloat16.name
     logits_bytes = 2**28 if is_cast else 2**29  # `head_arguments.py`'s
-    given = LossHead(vocabulary, columns, logits_bytes, False, bfloat16, "auto")
+    options = LossHead(vocabulary, columns, logits_bytes, False, bfloat16, "auto")
     array = jax.ShapeDtypeStruct((sizes.features, vocabulary), bfloat16)
     tokens = Tokens(jax.ShapeDtypeStruct((plan.tokens, sizes.features), bfloat16))  # type: ignore[arg-type]
-    head = ExponentialHead.of(given, tokens, Kernel(array), None)  # type: ignore[arg-type]
+    head = ExponentialHead.of(options, tokens, Kernel(array), None)  # type: ignore[arg-type]
     chunk = chunk_size(plan.tokens, 2 * columns, head.chunk_bytes) or plan.tokens
-    of_weight = columns * sizes.features
-    is_apart = plan.mesh["fsdp"] > 1 or plan.gradient_dtype != np.dtype(jnp.float32).name
-    return 2 * chunk * columns + 2 * of_weight * is_cast + 4 * of_weight * is_apart
+    weight_elements = columns * sizes.features
+    has_own_gradient = plan.mesh["fsdp"] > 1 or plan.gradient_dtype != np.dtype(jnp.float32).name
+    return 2 * chunk * columns + 2 * weight_elements * is_cast + 4 * weight_elements * has_own_gradient
 
 
 def _bytes(dtype: str) -> int:

@@ -16,15 +16,15 @@ from coda_jax.tools.costs import bare_us
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A Llama-like model's; of one with experts each layer is one that has them.
+    """The sizes of a Llama-like model. If it has experts, every layer has them.
 
     Attributes:
       features, hidden: D, and F of the feed-forward layer or of an expert.
-      heads, key_value_heads, head: counts, and the width of one.
+      heads, key_value_heads, head: counts, and the width of a head.
       layers, vocabulary: counts.
-      is_gated: whether the feed-forward has a gate, and so 2 F columns.
-      experts, experts_per_token: counts, 0 of a model without.
-      shared: F of an expert that all tokens have; 0 without.
+      is_gated: whether the feed-forward layer has a gate, and so 2 F columns.
+      experts, experts_per_token: counts, 0 without experts.
+      shared: F of an expert that all tokens share; 0 without one.
     """
 
     features: int
@@ -41,15 +41,17 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
-        """The sizes of a config with the names of Hugging Face, which `flax_layers.LlamaConfig` has too.
+        """The sizes from a config with Hugging Face's names, such as `flax_layers.LlamaConfig`.
 
         Raises:
-          ValueError: it lacks one of them.
+          ValueError: a size is missing.
         """
 
         def size(*names: str, default: int | None = None) -> int:
-            found = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
-            value = next((value for value in found if value is not None), default)
+            values = (
+                config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names
+            )
+            value = next((value for value in values if value is not None), default)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"plan_costs: the config has no {names[0]}, a count: {value!r}")
             return value
@@ -60,13 +62,13 @@ class Sizes:
         heads, features = size("num_attention_heads"), size("hidden_size")
         counts = ("num_experts", "num_local_experts", "n_routed_experts")
         shared, num_shared = "shared_expert_intermediate_size", "n_shared_experts"
-        of_expert = ("moe_intermediate_size",) if has(*counts) else ()
+        expert_width = ("moe_intermediate_size",) if has(*counts) else ()
         shared_width = size(shared) if has(*counts) and has(shared) else 0
         if has(*counts) and has(num_shared):  # each as wide as an expert
             shared_width = size(num_shared) * size("moe_intermediate_size")
         return cls(
             features=features,
-            hidden=size(*of_expert, "intermediate_size"),
+            hidden=size(*expert_width, "intermediate_size"),
             heads=heads,
             key_value_heads=size("num_key_value_heads", default=heads),
             head=size("head_dim", default=features // heads),
@@ -79,7 +81,7 @@ class Sizes:
 
     @property
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """Name, K and N of a layer's weights; of those of "out" and "down" tensor parallelism cuts K, of others N."""
+        """Name, K and N of a layer's weights; tensor parallelism shards K of "out" and "down", and N of all others."""
         packed = (self.heads + 2 * self.key_value_heads) * self.head
         gate_up, widths = "gate_up" if self.is_gated else "up", 1 + self.is_gated
         shared = (("shared gate_up", self.features, 2 * self.shared), ("shared down", self.shared, self.features))
@@ -93,28 +95,28 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters in a layer's weights; norm scales are nothing beside them."""
+        """The number of parameters in a layer's weights, without the norms' scales."""
         return self.parameters_of_experts + self.parameters_of_all_tokens
 
     @property
     def parameters_of_experts(self) -> int:
-        """The number of parameters in a layer's experts, but for a shared one."""
+        """The number of parameters in a layer's experts, without a shared one."""
         return self.experts * sum(k * n for name, k, n in self.products if self.is_of_experts(name))
 
     @property
     def parameters_of_all_tokens(self) -> int:
-        """The number of parameters in a layer's weights that each token is multiplied by, the router's among them."""
+        """The number of parameters in a layer's weights that multiply every token, the router's among them."""
         router = self.features * self.experts
         return router + sum(k * n for name, k, n in self.products if not self.is_of_experts(name))
 
     def is_of_experts(self, product: str) -> bool:
-        """Whether each expert has a weight of this name."""
+        """Whether each expert has its own weight of this name."""
         return self.experts > 0 and product in ("gate_up", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Something that a device does for one layer, or for the head.
+    """The products, or a collective, of one layer or of the head.
 
     Attributes:
       part: "layer" or "head".
@@ -122,11 +124,11 @@ class Step:
       what: "products", or the collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all".
       of: which arrays.
       over: the role whose devices take part; "" for products.
-      bytes: of the whole array, as all these devices have it together, of an all-to-all as each has it; of products 0.
+      bytes: of the array over all these devices, or on each device for an all-to-all; 0 for products.
       ms: milliseconds, alone.
-      can_overlap: whether it needs nothing of what runs beside it: gathers of weights and sums of gradients can run
-        beside products, sums of the stream stand in their way.
-      gbytes: the bus bandwidth that `ms` is of, GB/s of a device; of products 0.
+      can_overlap: whether it can run at the same time as the products: gathers of weights and sums of gradients can,
+        but products wait for sums of the stream.
+      gbytes: the bus bandwidth assumed for `ms`, GB/s of a device; 0 for products.
     """
 
     part: str
@@ -146,8 +148,8 @@ class Links:
 
     Attributes:
       bus_gbytes: bus bandwidth of a device inside its host, GB/s.
-      network_gbytes: of its host's network, each device's part, GB/s.
-      gpus_per_host: counts.
+      network_gbytes: a device's share of its host's network, GB/s.
+      gpus_per_host: a count.
     """
 
     bus_gbytes: float
@@ -155,32 +157,32 @@ class Links:
     gpus_per_host: int
 
     def in_host(self, axes: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """By role, of the devices that take part in its collectives how many one host has.
+        """By role, how many of the devices of one collective are in one host.
 
-        Devices are numbered as those of a `jax.sharding.Mesh` are by default: those that differ in the last axis alone
-        come one after the other, and a host has as many as `gpus_per_host` of them.
+        Devices are numbered as those of a `jax.sharding.Mesh` are by default: devices that differ in the last axis
+        alone have consecutive numbers, and a host has the next `gpus_per_host` devices.
 
         Args:
           axes: the mesh's roles and sizes, in its order.
         """
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         stride = 1
         for role, size in reversed(axes):
-            found[role] = found.get(role, 1) * math.gcd(size, max(1, self.gpus_per_host // stride))
+            counts[role] = counts.get(role, 1) * math.gcd(size, max(1, self.gpus_per_host // stride))
             stride *= size
-        return found
+        return counts
 
-    def of_ring(self, devices: int, in_host: int) -> float:
-        """Bus bandwidth of a gather, a sum or a scatter over so many devices, so many of them in a host.
+    def ring_gbytes(self, devices: int, in_host: int) -> float:
+        """Bus bandwidth of a gather, a sum or a scatter over so many devices, `in_host` of them in each host.
 
-        Each byte that a host sends leaves it by the network of one of these devices, so they have theirs together.
+        A host sends over the networks of all these devices together.
         """
         if devices <= in_host:
             return self.bus_gbytes
         return min(self.bus_gbytes, in_host * self.network_gbytes)
 
-    def of_exchange(self, devices: int, in_host: int) -> float:
-        """Bus bandwidth of an all-to-all, in which each device sends by its own network what is for other hosts."""
+    def exchange_gbytes(self, devices: int, in_host: int) -> float:
+        """Bus bandwidth of an all-to-all, in which each device sends to other hosts over its own network."""
         if devices <= in_host:
             return self.bus_gbytes
         return min(self.bus_gbytes, self.network_gbytes * (devices - 1) / (devices - in_host))
@@ -188,7 +190,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """The steps of a layer and of the head; `again` are the products that run again going back."""
+    """The steps of a layer and of the head; `again` are the products that run again in the backward pass."""
 
     sizes: Sizes
     tokens: int
@@ -210,19 +212,19 @@ class Planner:
             yield Step("layer", phase, "products", of, "", 0, self._products(phase))
             yield from self._weights("layer", phase, sizes.parameters_of_all_tokens, "weights")
             if sizes.experts:
-                of_device = sizes.parameters_of_experts // self.experts_over
-                yield from self._weights("layer", phase, of_device, "experts", ("data",))
+                expert_parameters = sizes.parameters_of_experts // self.experts_over
+                yield from self._weights("layer", phase, expert_parameters, "experts", ("data",))
             yield from self._stream(phase)
             yield from self._exchange(phase)
 
     @property
     def experts_over(self) -> int:
-        """Over how many devices the experts are."""
+        """The number of devices over which the experts are sharded."""
         return self.mesh.get("expert", 1)
 
     def head(self) -> Iterator[Step]:
-        """The loss: its products are made going forward, with their gradients. A vocabulary that tensor parallelism
-        cuts has an all-reduce of the stream's gradient.
+        """The loss's head: its products, and those of its gradients, run in the forward pass. If tensor parallelism
+        shards the vocabulary, the stream's gradient has an all-reduce.
         """
         sizes, tensor = self.sizes, self.mesh["tensor"]
         columns_of_device = sizes.vocabulary // tensor
@@ -243,7 +245,7 @@ class Planner:
 
     def _products(self, phase: str) -> float:
         """Milliseconds of a layer's products on a device."""
-        found, tensor = 0.0, self.mesh["tensor"]
+        total, tensor = 0.0, self.mesh["tensor"]
         for name, k, n in self.sizes.products:
             k, n = (k // tensor, n) if name == "out" or name.endswith("down") else (k, n // tensor)
             if self.sizes.is_of_experts(name):
@@ -252,8 +254,8 @@ class Planner:
             else:
                 forward, dx, dw = _three(self.tokens, k, n)
             runs = (forward,) if phase == "forward" else (dx, dw, *((forward,) if name in self.again else ()))
-            found += sum(map(self._ms, runs))
-        return found
+            total += sum(map(self._ms, runs))
+        return total
 
     def _ms(self, shape: GemmShape) -> float:
         if self.tflops is not None:
@@ -264,27 +266,26 @@ class Planner:
         return us / 1e3
 
     def _weights(
-        self, part: str, phase: str, parameters: int, of: str, whole_over: tuple[str, ...] = ("data", "expert")
+        self, part: str, phase: str, parameters: int, of: str, replicated_over: tuple[str, ...] = ("data", "expert")
     ) -> Iterator[Step]:
-        """Gathers of weights, which the backward pass finds there unless layers have `remat`, and sums of their
-        gradients.
+        """Gathers of weights, in the backward pass only if layers have `remat`, and sums of their gradients.
 
-        `whole_over`: the roles whose devices have the same weights.
+        `replicated_over`: the roles whose devices have the same weights.
         """
-        of_group = parameters // self.mesh["tensor"]
+        group_parameters = parameters // self.mesh["tensor"]
         if self.mesh["fsdp"] > 1 and (phase == "forward" or (part == "layer" and self.remat is not None)):
-            yield self._collective(part, phase, "all-gather", of, "fsdp", 2 * of_group)
+            yield self._collective(part, phase, "all-gather", of, "fsdp", 2 * group_parameters)
         if phase == "backward":
-            gradients = self.gradient_bytes * of_group
+            gradients = self.gradient_bytes * group_parameters
             if self.mesh["fsdp"] > 1:
                 yield self._collective(part, phase, "reduce-scatter", f"gradients of {of}", "fsdp", gradients)
-            for role in whole_over:
+            for role in replicated_over:
                 if self.mesh.get(role, 1) > 1:
                     rest = gradients // self.mesh["fsdp"]
                     yield self._collective(part, phase, "all-reduce", f"gradients of {of}", role, rest)
 
     def _stream(self, phase: str) -> Iterator[Step]:
-        """The stream's partial sums: after out and down; going back, of dx of qkv and of gate and up."""
+        """The stream's partial sums: after out and down; in the backward pass, of dx of qkv and of gate and up."""
         if self.mesh["tensor"] == 1:
             return
         moved = self.stream_bytes * self.tokens * self.sizes.features
@@ -299,7 +300,7 @@ class Planner:
             yield self._collective("layer", phase, "all-gather", "x of qkv, gate_up, for dW", "tensor", moved, True, 2)
 
     def _exchange(self, phase: str) -> Iterator[Step]:
-        """Rows to the devices of their experts and back; going back, their cotangents."""
+        """The exchange of rows with the devices of their experts; in the backward pass, of their cotangents."""
         if self.experts_over > 1:
             moved = self.stream_bytes * self.tokens * self.sizes.experts_per_token * self.sizes.features
             of = "rows to experts and back" if phase == "forward" else "cotangents of rows"
@@ -310,18 +311,18 @@ class Planner:
     ) -> Step:
         n, in_host = self.mesh[over], self.in_host[over]
         ways = 2 if what == "all-reduce" else 1
-        gbytes = (self.links.of_exchange if what == "all-to-all" else self.links.of_ring)(n, in_host)
+        gbytes = (self.links.exchange_gbytes if what == "all-to-all" else self.links.ring_gbytes)(n, in_host)
         ms = times * ways * moved * (n - 1) / n / gbytes / 1e6
         return Step(part, phase, what, of, over, times * moved, ms, can_overlap, gbytes)
 
 
 def _three(m: int, k: int, n: int) -> tuple[GemmShape, GemmShape, GemmShape]:
-    """A product, and those of its cotangents: of a, b transposed, and of b, a transposed."""
+    """A product, and the products that compute the cotangents of a, with b transposed, and of b, with a transposed."""
     return GemmShape(m, n, k), GemmShape(m, k, n, transpose_b=True), GemmShape(k, n, m)
 
 
 def _three_of_groups(m: int, k: int, n: int, groups: int) -> tuple[GemmShape, GemmShape, GemmShape]:
-    """The same of a product of m rows in so many equal groups."""
+    """The same for a product of m rows in so many equal groups."""
     rows = max(8, m // groups // 8 * 8)
     return (
         GemmShape(m, n, k, ragged="m", groups=groups),

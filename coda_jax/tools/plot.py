@@ -1,4 +1,4 @@
-"""The plots of `coda.explain` and `coda.plan_costs`, with matplotlib, which is imported here alone."""
+"""The plots of `coda.explain` and `coda.plan_costs`, with matplotlib, which only this file imports."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ OURS, LIMIT, XLA, BESIDE = "#5fa8d3", "#12263a", "#d5d8de", "#e09f3e"
 _MOST_BARS = 24
 
 
-def explanation(found: Explanation, where: Any) -> Any:
+def explanation(explained: Explanation, where: Any) -> Any:
     """See `Explanation.plot`."""
-    timed = [(product, count, product.cost) for product, count in found.products.items()]
+    timed = [(product, count, product.cost) for product, count in explained.products.items()]
     shown = [(product, count, cost) for product, count, cost in timed if cost is not None and cost.us is not None]
     if not shown:
         raise ValueError("plot: no product has an expected time; explain for a GPU: platform='cuda', or device='H200'")
     shown.sort(key=lambda row: -row[1] * (row[2].us or 0.0))
     with canvas(where, rows=min(len(shown), _MOST_BARS)) as (figure, (bars, roofline)):
-        _bars(bars, shown, found)
-        _roofline(roofline, shown, found.device or "")
+        _bars(bars, shown, explained)
+        _roofline(roofline, shown, explained.device or "")
     return figure
 
 
 def pyplot() -> Any:
-    """Raises ImportError, saying what to install."""
+    """The module matplotlib.pyplot; raises ImportError, naming what to install."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -42,7 +42,7 @@ def pyplot() -> Any:
 
 @contextlib.contextmanager
 def canvas(where: Any, *, rows: int, columns: int = 2) -> Any:
-    """The figure and its axes: two that are given, or of a new picture, which is written in the end."""
+    """The figure and its axes: the given ones, or those of a new figure, which is written to the path `where`."""
     if not isinstance(where, str | os.PathLike):
         axes = [where] if columns == 1 and not isinstance(where, Sequence) else list(where)
         if len(axes) != columns:
@@ -62,8 +62,8 @@ def canvas(where: Any, *, rows: int, columns: int = 2) -> Any:
         plt.close(figure)
 
 
-def _bars(axes: Any, shown: Sequence[tuple[Product, int, Cost]], found: Explanation) -> None:
-    """Milliseconds in all of each kind of product: expected, what the data sheet allows, XLA's form behind."""
+def _bars(axes: Any, shown: Sequence[tuple[Product, int, Cost]], explained: Explanation) -> None:
+    """Bars of each kind of product's milliseconds: expected, by the data sheet, and XLA's form behind them."""
     rest = shown[_MOST_BARS:]
     shown = shown[:_MOST_BARS]
     labels = [
@@ -77,7 +77,7 @@ def _bars(axes: Any, shown: Sequence[tuple[Product, int, Cost]], found: Explanat
         limit = count * least / 1e3
         axes.plot([limit, limit], [y - 0.42, y + 0.42], color=LIMIT, linewidth=2.2, label="the data sheet's limit")
         axes.text(count * max(us, xla_us) / 1e3, y, f"  {count * us / 1e3:.3g} ms", va="center", fontsize=8)
-    totals = found.totals
+    totals = explained.totals
     if rest:
         labels.append(f"{len(rest)} smaller kinds of product")
         axes.barh(len(shown), sum(count * (cost.us or 0.0) for _, count, cost in rest) / 1e3, 0.72, color=OURS)
@@ -91,14 +91,14 @@ def _bars(axes: Any, shown: Sequence[tuple[Product, int, Cost]], found: Explanat
     axes.set_xlabel("milliseconds in one call")
     share = totals.roofline_ms / totals.products_ms
     axes.set_title(
-        f"products: {totals.products_ms:.3g} ms expected, {share:.0%} of the roofline; {found.device}", fontsize=11
+        f"products: {totals.products_ms:.3g} ms expected, {share:.0%} of the roofline; {explained.device}", fontsize=11
     )
-    # Below the axes' own label, for bars and their times may be anywhere above it.
+    # Below the axes' own label, as bars and their times may be anywhere above it.
     legend(axes, "upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4.5, ncols=2, frameon=False)
 
 
 def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str) -> None:
-    """TFLOP/s against flops a byte, numbered as the bars."""
+    """Plots TFLOP/s against flops a byte, with the numbers of the bars."""
     import numpy as np
     from matplotlib.ticker import LogLocator
 
@@ -107,7 +107,7 @@ def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str
     chip = chip_of(device)
     if chip is not None:
         narrow = any(product.a.startswith(FLOATS_OF_8_BITS) for product, *_ in shown)
-        tflops = chip.tflops_of(1 if narrow else 2)  # of factors of 8 bits, where there are some
+        tflops = chip.tflops_of(1 if narrow else 2)  # of factors of 8 bits, if there are any
         balance = tflops / chip.tbytes
         x = np.geomspace(min(balance / 6, intensities.min() / 1.5), max(balance * 12, intensities.max() * 1.5), 200)
         axes.plot(x, np.minimum(tflops, chip.tbytes * x), color="black", linewidth=1.4)
@@ -134,22 +134,22 @@ def _roofline(axes: Any, shown: Sequence[tuple[Product, int, Cost]], device: str
 
 
 def _labels(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Labels of points in a column right of the axes, in their order, and as far from each other as they are high.
+    """Writes the labels of points in a column right of the axes, in the points' order, without overlap.
 
-    A layout makes room for them, as for all that stands outside of axes.
+    Matplotlib's layout makes room for them, as for everything outside of axes.
     """
     import numpy as np
 
     points = sorted(points, key=lambda point: -point[1])
     bottom, top = np.log(axes.get_ylim())
-    inches = axes.get_window_extent().height / axes.figure.dpi * 0.85  # a layout may leave it so much
+    inches = axes.get_window_extent().height / axes.figure.dpi * 0.85  # a layout may shrink the axes so far
     size = min(7.0, 72 * inches / (1.3 * len(points)))
     gap = 1.3 * size / 72 / inches
     heights = [(np.log(rate) - bottom) / (top - bottom) for _, rate, _ in points]
     for i in range(1, len(points)):
         heights[i] = min(heights[i], heights[i - 1] - gap)
     heights[-1] = max(heights[-1], 0.0)
-    for i in reversed(range(len(points) - 1)):  # those that came below the axes go up again
+    for i in reversed(range(len(points) - 1)):  # labels below the axes are moved up again
         heights[i] = max(heights[i], heights[i + 1] + gap)
     line = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)}
     for (x, rate, label), height in zip(points, heights, strict=True):
@@ -158,7 +158,7 @@ def _labels(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
 
 
 def legend(axes: Any, loc: str = "lower right", **options: Any) -> None:
-    """Each label once."""
+    """Draws a legend with each label once."""
     handles: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
         handles.setdefault(label, handle)
@@ -166,5 +166,5 @@ def legend(axes: Any, loc: str = "lower right", **options: Any) -> None:
 
 
 def _sizes(product: Product) -> str:
-    """ "16384,2048ᵀ @ 16384,2048"."""
+    """The sizes of a product's factors: "16384,2048ᵀ @ 16384,2048"."""
     return " @ ".join(side.partition("[")[2].replace("]", "").replace("^T", "ᵀ") for side in (product.a, product.b))

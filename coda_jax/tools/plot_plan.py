@@ -1,4 +1,4 @@
-"""The plot of `coda.plan_costs`: a layer's products and collectives in time."""
+"""The plot of `coda.plan_costs`: a timeline of a layer's products and collectives."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ALONE = "#c1440e"
 _PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
-def plan(found: PlanCosts, where: Any) -> Any:
+def plan(costs: PlanCosts, where: Any) -> Any:
     """See `PlanCosts.plot`."""
-    rows = [(phase, step, start) for phase in ("forward", "backward") for step, start in _in_time(found, phase)]
+    rows = [(phase, step, start) for phase in ("forward", "backward") for step, start in _in_time(costs, phase)]
     with canvas(where, rows=len(rows) + 2, columns=1) as (figure, (axes,)):
         labels: dict[int, str] = {}
         ends: dict[str, tuple[int, int, float]] = {}
@@ -44,10 +44,10 @@ def plan(found: PlanCosts, where: Any) -> Any:
         axes.set_ylim(len(rows) + 1.2, -0.7)
         axes.set_xlim(0, 1.3 * max(end for *_, end in ends.values()))
         axes.set_xlabel("milliseconds of one layer on each device, attention left out")
-        mesh = " × ".join(f"{size} {role}" for role, size in found.mesh.items() if size > 1) or "1 device"
+        mesh = " × ".join(f"{size} {role}" for role, size in costs.mesh.items() if size > 1) or "1 device"
         axes.set_title(
-            f"{mesh}{', sequence parallel' if found.sequence_parallel else ''}: {found.tokens} tokens a device, "
-            f"{found.device}, {found.bus_gbytes:.0f} GB/s in a host, {found.network_gbytes:g} beyond",
+            f"{mesh}{', sequence parallel' if costs.sequence_parallel else ''}: {costs.tokens} tokens a device, "
+            f"{costs.device}, {costs.bus_gbytes:.0f} GB/s in a host, {costs.network_gbytes:g} beyond",
             fontsize=10,
         )
         for side in ("top", "right"):
@@ -56,11 +56,11 @@ def plan(found: PlanCosts, where: Any) -> Any:
     return figure
 
 
-def _in_time(found: PlanCosts, phase: str) -> list[tuple[Step, float]]:
-    """The steps of a layer's phase, and when each starts at best: what can overlap from the beginning on, one after the
-    other; behind that and the products what they wait for, which really stands between them.
+def _in_time(costs: PlanCosts, phase: str) -> list[tuple[Step, float]]:
+    """The steps of a layer's phase, and when each starts at best. Overlapping collectives start with the products, one
+    after the other; the collectives for which products wait are shown after both, though they run between products.
     """
-    steps = [step for step in found.steps if (step.part, step.phase) == ("layer", phase)]
+    steps = [step for step in costs.steps if (step.part, step.phase) == ("layer", phase)]
     placed = [(step, 0.0) for step in steps if step.what == "products"]
     products = sum(step.ms for step, _ in placed)
     at = 0.0

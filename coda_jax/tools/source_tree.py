@@ -1,4 +1,4 @@
-"""A checkout in front of the installed package: Python that starts in it imports the source, which is not compiled."""
+"""A checkout that hides the installed package: Python that starts in it imports the source, which is not compiled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]  # the folder that this package lies in
+ROOT = pathlib.Path(__file__).resolve().parents[2]  # the folder that has this package
 
 
 def is_source() -> bool:
-    """Whether that is a checkout, not where pip installs."""
+    """Whether `ROOT` is a checkout, and not a folder into which pip installs."""
     return (ROOT / "CMakeLists.txt").exists()
 
 
 def hidden_package() -> pathlib.Path | None:
-    """The compiled package that this checkout, which is not compiled, hides: after `pip install .` inside of it."""
+    """The compiled package that this uncompiled checkout hides, as after `pip install .` in it; None without one."""
     if not is_source() or sys.flags.safe_path:
         return None
     try:
@@ -38,13 +38,13 @@ def _without_source(folders: Iterable[str]) -> list[str]:
 
 
 def told(package: pathlib.Path) -> tuple[str, str]:
-    """The doctor's text on the package that a checkout hides, and what mends it."""
+    """The doctor's text on the package that a checkout hides, and the command that mends it."""
     text = f"Python that starts in {ROOT} imports the source there, which is not compiled, and fails"
     return f"{text}\nexamined is what is installed, {package}", f"start Python elsewhere, or pip install -e {ROOT}"
 
 
 def examine() -> int:
-    """Has the hidden package's doctor report; its exit status."""
+    """Runs the hidden package's doctor, and returns its exit status."""
     environment = dict(os.environ)
     if "PYTHONPATH" in environment:
         environment["PYTHONPATH"] = os.pathsep.join(_without_source(environment["PYTHONPATH"].split(os.pathsep)))

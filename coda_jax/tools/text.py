@@ -15,7 +15,7 @@ _MOST_OTHERS = 5  # of products that are not coda_jax's
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """The rows with their columns below each other, those of `right` to the right; the last one is as long as it is."""
+    """The rows with aligned columns: those of `right` to the right, others to the left; the last is not padded."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
@@ -26,25 +26,31 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
     return lines
 
 
-def explanation(found: Explanation) -> str:
+def explanation(explained: Explanation) -> str:
     """The tables, the advice, and the sources."""
-    lines = [*_products(found), *_attention(found), *_others(found), *_between(found), *_kept(found)]
-    lines += [f"{count:>5}  {note}" for note, count in found.notes.items()]
-    for plan, count in found.blocks.items():
+    lines = [
+        *_products(explained),
+        *_attention(explained),
+        *_others(explained),
+        *_between(explained),
+        *_kept(explained),
+    ]
+    lines += [f"{count:>5}  {note}" for note, count in explained.notes.items()]
+    for plan, count in explained.blocks.items():
         first, *others = plan.splitlines()
         lines += ["", f"{first}, {count} times" if count > 1 else first, *(f"  {line}" for line in others)]
-    if found.advice:
-        lines += ["", "advice", *(f"  * {one}" for one in found.advice)]
-    for product in found.products:
+    if explained.advice:
+        lines += ["", "advice", *(f"  * {one}" for one in explained.advice)]
+    for product in explained.products:
         if product.source:
             lines.append(f"\n// {product.epilogue}: {product.a} @ {product.b}\n{product.source.rstrip()}")
     return "\n".join(lines)
 
 
-def _products(found: Explanation) -> Iterator[str]:
+def _products(explained: Explanation) -> Iterator[str]:
     header = ("count", "epilogue", "product", "GFLOP", "MB", "us", "roofline", "XLA's us", "lowered to")
     rows = [header]
-    for product, count in found.products.items():
+    for product, count in explained.products.items():
         reason = product.reason and " ".join(product.reason.split())  # on one line of the table
         target = f"XLA: {reason}" if reason else f"Hopper kernel, {product.tile}"
         numbers = ("",) * 5
@@ -57,11 +63,11 @@ def _products(found: Explanation) -> Iterator[str]:
     used = [i for i in range(len(header)) if i < 3 or any(row[i] for row in rows[1:])]
     right = [used.index(i) for i in (0, 3, 4, 5, 7) if i in used]
     yield from columns([[row[i] for i in used] for row in rows], right)
-    totals = found.totals
+    totals = explained.totals
     if totals.products_ms:
         left_out = f"; {totals.untimed} products have no time" if totals.untimed else ""
         yield (
-            f"products, as on an {found.device}: {totals.products_ms:.{_places(totals.products_ms)}f} ms, "
+            f"products, as on an {explained.device}: {totals.products_ms:.{_places(totals.products_ms)}f} ms, "
             f"{totals.roofline_ms / totals.products_ms:.0%} of the roofline{left_out}"
         )
         if totals.xla_ms:
@@ -69,11 +75,11 @@ def _products(found: Explanation) -> Iterator[str]:
             yield f"in XLA's form at least {totals.xla_ms:.{places}f} ms in place of {totals.fused_ms:.{places}f}"
 
 
-def _attention(found: Explanation) -> Iterator[str]:
-    if not found.attention:
+def _attention(explained: Explanation) -> Iterator[str]:
+    if not explained.attention:
         return
     forward, backward = (
-        [(one, count) for one, count in found.attention.items() if one.is_backward == is_backward]
+        [(one, count) for one, count in explained.attention.items() if one.is_backward == is_backward]
         for is_backward in (False, True)
     )
     each = [
@@ -82,23 +88,23 @@ def _attention(found: Explanation) -> Iterator[str]:
         for name, ones in (("forward", forward), ("backward", backward))
         if ones
     ]
-    inside = f"; they have {found.attention_products} products inside" if found.attention_products else ""
+    inside = f"; they have {explained.attention_products} products inside" if explained.attention_products else ""
     yield f"attention, no time known: {'; '.join(each)}{inside}"
 
 
-def _others(found: Explanation) -> Iterator[str]:
+def _others(explained: Explanation) -> Iterator[str]:
     """The largest products that are neither coda_jax's nor attention's."""
-    others = sorted(found.other_products.items(), key=lambda item: -(item[0].flops or 0) * item[1])
-    besides = " nor attention's" if found.attention_products else ""
+    others = sorted(explained.other_products.items(), key=lambda item: -(item[0].flops or 0) * item[1])
+    besides = " nor attention's" if explained.attention_products else ""
     is_not = "neither" if besides else "not"
     if not others:
         yield f"{0:>5}  products that are {is_not} coda_jax's{besides}"
         return
     unknown = sum(count for one, count in others if one.flops is None)
-    all_of_them = f"{_short(found.totals.other_flops / 1e9)} GFLOP{_of_all(found)}"
+    all_of_them = f"{_short(explained.totals.other_flops / 1e9)} GFLOP{_on_all_devices(explained)}"
     all_of_them += f", and {unknown} whose FLOPs nobody knows" if unknown else ""
     yield ""
-    yield f"{sum(found.other_products.values())} products that are {is_not} coda_jax's{besides}: {all_of_them}"
+    yield f"{sum(explained.other_products.values())} products that are {is_not} coda_jax's{besides}: {all_of_them}"
     rows = [("count", "product", "GFLOP", "MB", "made in")]
     for one, count in others[:_MOST_OTHERS]:
         kind = "" if one.operation == "dot_general" else f"{one.operation}: "
@@ -111,18 +117,18 @@ def _others(found: Explanation) -> Iterator[str]:
         yield f"{sum(count for _, count in rest):>5}  smaller ones, {_short(flops / 1e9)} GFLOP in all"
 
 
-def _between(found: Explanation) -> Iterator[str]:
-    passes = sorted(found.passes.items(), key=lambda item: -item[0].bytes * item[1])
-    totals = found.totals
+def _between(explained: Explanation) -> Iterator[str]:
+    passes = sorted(explained.passes.items(), key=lambda item: -item[0].bytes * item[1])
+    totals = explained.totals
     if not totals.passes_bytes:
         return
     time = "" if totals.passes_ms is None else f", {totals.passes_ms:.{_places(totals.passes_ms)}f} ms"
     yield ""
-    yield f"passes left to XLA{_of_all(found)}: {_short(totals.passes_bytes / 1e6)} MB{time}"
+    yield f"passes left to XLA{_on_all_devices(explained)}: {_short(totals.passes_bytes / 1e6)} MB{time}"
     shown = [(one, count) for one, count in passes[:_MOST_ROWS] if one.bytes * count > totals.passes_bytes / 200]
     rows = [("count", "MB", "us", "operation", "largest array", "between")]
     for one, count in shown:
-        us = pass_us(one.bytes, found.device) if found.num_devices == 1 else None
+        us = pass_us(one.bytes, explained.device) if explained.num_devices == 1 else None
         between = f"{_few(one.after, ', ') or '-'} -> {_few(one.before, ', ') or '-'}"
         told = "" if us is None else f"{us:.0f}"
         rows.append(
@@ -134,12 +140,12 @@ def _between(found: Explanation) -> Iterator[str]:
         yield f"{sum(count for _, count in rest):>5}  smaller ones, {_short(moved / 1e6)} MB in all"
 
 
-def _kept(found: Explanation) -> Iterator[str]:
-    if not found.kept:
+def _kept(explained: Explanation) -> Iterator[str]:
+    if not explained.kept:
         return
     yield ""
-    yield f"kept for the backward pass{_of_all(found)}: {found.totals.kept_bytes / 2**20:.0f} MiB"
-    kept = sorted(found.kept.items(), key=lambda item: -item[0].bytes * item[1])
+    yield f"kept for the backward pass{_on_all_devices(explained)}: {explained.totals.kept_bytes / 2**20:.0f} MiB"
+    kept = sorted(explained.kept.items(), key=lambda item: -item[0].bytes * item[1])
     rows = [("count", "MiB in all", "name", "array", "made by")]
     for one, count in kept[:_MOST_ROWS]:
         rows.append((str(count), f"{one.bytes * count / 2**20:.0f}", one.name or "-", one.array, one.maker))
@@ -148,17 +154,17 @@ def _kept(found: Explanation) -> Iterator[str]:
         yield f"{sum(count for _, count in rest):>5}  others, {sum(one.bytes * n for one, n in rest) / 2**20:.0f} MiB"
 
 
-def _of_all(found: Explanation) -> str:
-    return f", on {found.num_devices} devices together" if found.num_devices > 1 else ""
+def _on_all_devices(explained: Explanation) -> str:
+    return f", on {explained.num_devices} devices together" if explained.num_devices > 1 else ""
 
 
 def _few(names: Sequence[str], separator: str) -> str:
-    """Four at most."""
+    """The names, joined; at most four, or three and the number of others."""
     return separator.join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def _short(value: float) -> str:
-    """Three digits at most behind what is larger than one."""
+    """The value with three digits, or all its digits before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""`coda.tune`: measures the tiles that a function's products can have, and keeps the best in the user's table."""
+"""`coda.tune`: measures the tiles that a function's products can have, and writes the best to the user's table."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from coda_jax.tiles.cost_model import GemmShape, best_first, relative_power
 from coda_jax.tiles.table import Problem
 
 _NOISE = 0.01  # a tile that is better by less is not preferred to the cost model's
-_SETS, _SETS_BYTES = 8, 120e6  # a launch finds arguments that left the 50 MB of L2, if not too many sets are needed
-_PROGRAM_SECONDS = 5e-4  # what a program should take at least: for a shorter one the device would wait for the host
-_FLOPS, _BYTES = 7e14, 4e12  # that a device can do in a second, and move
+_SETS, _SETS_BYTES = 8, 120e6  # at most so many sets of arguments, of so many bytes, that exceed the 50 MB of L2
+_PROGRAM_SECONDS = 5e-4  # the least time of a program: for a shorter one the device would wait for the host
+_FLOPS, _BYTES = 7e14, 4e12  # that a device computes and transfers in a second
 _ROUNDS, _BURST_SECONDS = 7, 2e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A product to be tuned: what is launched, the primitive's argument and result types and its parameter, the
-    device's kind.
+    """A product to be tuned: the launched problem, the primitive's argument and result types, its parameter, and the
+    kind of device.
     """
 
     problem: Problem
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def configs(self) -> list[KernelConfig]:
-        """First the cost model's choice."""
+        """The configurations to measure, the cost model's choice first."""
         return candidates(self.problem.shape, self.problem.program, self.problem.out_dtypes, self.device)
 
 
@@ -65,8 +65,8 @@ class Tuned:
     Attributes:
       epilogue: its name, "gemm" for a bare product.
       key: its name in the table.
-      config: the best by energy and time, or by time alone as ``CODA_JAX_TILES_BY`` says; or the cost model's choice
-        where that is within 1 % of it in both.
+      config: the best by energy and time, or by time alone as ``CODA_JAX_TILES_BY`` says; or the cost model's choice,
+        if that is within 1 % of it in both.
       us, cost_model_us: median time in microseconds, and that of the cost model's choice.
     """
 
@@ -82,7 +82,7 @@ class Tuning:
     """The products of a function that run on the kernel, printed as a table.
 
     Attributes:
-      path: the table in which they were entered.
+      path: the table that has their entries.
       device: kind of device.
     """
 
@@ -108,26 +108,26 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
     """Measures the tiles of every product of function(*args, **kwargs) on the attached Hopper GPU, and keeps the best.
 
     Each product that would be lowered to the kernel, and has no `config`, runs by itself on random data with every tile
-    that it can have, all at one clock; of a grouped product every row is in a group, and groups are unequal. The best
-    are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the compiled kernels. The best has
-    the least energy times time, energy being the measured time times the power that the tile is known to take; of those
+    that it can have, all at one clock. In a grouped product every row is in a group, and groups are unequal. The best
+    tiles are merged into the user's table, ``$CODA_JAX_TUNED`` or ``tuned.json`` beside the compiled kernels. The best
+    tile has the least energy times time, where energy is the measured time times the tile's known power; of those
     within 0.75 % it is the fastest. With ``CODA_JAX_TILES_BY=time`` it is the fastest, in an entry of its own. An entry
     stays until its product is tuned again.
 
-    Functions that are jitted from then on, here or in later processes with the same setting, take their tiles from the
-    table. What is lowered for export does not, nor, unless ``CODA_JAX_TUNED`` names a table, does a job of several
-    processes, all of which must lower the same program.
+    Functions that are jitted afterwards, here or in later processes with the same setting, use the table. Lowering for
+    export does not use it. Nor does a job of several processes, all of which must lower the same program, unless
+    ``CODA_JAX_TUNED`` names a table.
 
     Args:
       function: traceable by JAX; jitted or not. It is not run.
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      What was found, to be printed.
+      The results, to be printed.
 
     Raises:
-      RuntimeError: there is no Hopper GPU, or its kernels cannot be compiled; the job has several processes.
-      ValueError: there is no place for a table, it cannot be written, or the file there is not one.
+      RuntimeError: there is no Hopper GPU, or kernels cannot be compiled; the job has several processes.
+      ValueError: no path for a table is set, it cannot be written, or the file there is no table.
 
     Example: `print(coda.tune(train_step, state, batch))`
     """
@@ -164,7 +164,7 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"tune: {path} cannot be written")
     works = [dataclasses.replace(work, device=device) for work in products_of(function, *args, **kwargs).values()]
-    found = []
+    tuned = []
     for work, seconds in zip(works, measure(works), strict=True):
         assert work.problem.key is not None
         key, first = tile_table.user_key(work.problem.key, device), work.configs[0]
@@ -175,8 +175,8 @@ def tune_with(measure: Measure, device: str, function: Callable[..., Any], *args
         one = Tuned(work.spec.name, key, best, 1e6 * seconds[best], 1e6 * seconds[first])
         entry = tile_table.entry(one.config, epilogue=one.epilogue, us=one.us, cost_model_us=one.cost_model_us)
         tile_table.update(path, device, {key: entry})
-        found.append(one)
-    return Tuning(path, device, tuple(found))
+        tuned.append(one)
+    return Tuning(path, device, tuple(tuned))
 
 
 def energies(shape: GemmShape, times: Mapping[KernelConfig, float], constants: Constants) -> dict[KernelConfig, float]:
@@ -185,8 +185,8 @@ def energies(shape: GemmShape, times: Mapping[KernelConfig, float], constants: C
 
 
 def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Work]:
-    """The products that the kernel would compute with a tile of the library's choice, each once, by their key."""
-    found: dict[str, Work] = {}
+    """The products that the kernel would compute with a tile of the library's choice, each once, by key."""
+    works: dict[str, Work] = {}
     equations, num_devices = equations_of(function, *args, **kwargs)
     for equation, _ in equations:
         if equation.primitive not in PRIMITIVES:
@@ -197,17 +197,17 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict
         if spec.config not in (None, GemmConfig()) or selected.reason is not None or selected.over:
             continue
         problem = problem_of(avals, spec)
-        if problem.key is not None and problem.key not in found:
+        if problem.key is not None and problem.key not in works:
             outs: list[Any] = [v.aval for v in equation.outvars]
             types, results = (tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of) for of in (avals, outs))
-            found[problem.key] = Work(problem, types, results, spec)
-    return found
+            works[problem.key] = Work(problem, types, results, spec)
+    return works
 
 
 def measure_on(works: Sequence[Work], *, device: Any) -> Iterator[dict[KernelConfig, float]]:
     """Seconds of each work's configs on a GPU. Programs are compiled side by side, and measured one work at a time."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        # A thread of its own has no mesh: what the caller's context says about arrays is not for these.
+        # The pool's threads have no mesh: the caller's context of meshes does not apply to these arrays.
         programs = [[pool.submit(compiled, work, config, device) for config in work.configs] for work in works]
         data = [pool.submit(random_sets, work, device) for work in works]
         for work, of, make in zip(works, programs, data, strict=True):
@@ -221,29 +221,29 @@ def compiled(work: Work, config: KernelConfig, device: Any) -> jax.stages.Compil
     """`launches`, ready to run."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     arguments = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in work.types)
-    # A launch from a command buffer could run beside another one, as in a step it cannot.
+    # Launches from a command buffer could run in parallel, which they cannot in a step.
     options = {"xla_gpu_enable_command_buffer": ""}
     return jax.jit(launches(work, config)).lower(*[arguments] * number_of_sets(work)).compile(options)
 
 
 def launches(work: Work, config: KernelConfig) -> Callable[..., Any]:
     """A function of sets of arguments that launches the kernel `number_of_launches` times: on each set, then on a of
-    one set and the rest of another, for of launches on the same arguments XLA makes one.
+    one set and the rest of another, as XLA merges launches on the same arguments.
     """
     spec = work.spec.replace(
         config=GemmConfig(**dataclasses.asdict(config)),
         implementation="cuda",
-        input_output_aliases=(),  # XLA would copy what the caller keeps
+        input_output_aliases=(),  # XLA would copy arrays that the caller keeps
         out_sharding=None,
     )
 
     def run(*sets: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
-        found = []
+        results = []
         for launch in range(number_of_launches(work)):
             shift, i = divmod(launch, len(sets))
             arguments = sets[i][0], *sets[(i + shift) % len(sets)][1:]
-            found.append(coda_gemm_p.bind(*arguments, spec=spec))
-        return found
+            results.append(coda_gemm_p.bind(*arguments, spec=spec))
+        return results
 
     return run
 
@@ -253,8 +253,8 @@ def number_of_sets(work: Work) -> int:
 
 
 def number_of_launches(work: Work) -> int:
-    """How often a timed program launches the kernel: once on each set, or on as many pairs of sets as make the program
-    long enough, or on all pairs.
+    """The launches of the kernel in a timed program: one for each set, or for as many pairs of sets as make the program
+    long enough, or for all pairs.
     """
     shape, sets = work.problem.shape, number_of_sets(work)
     moved = _bytes(work.types) + _bytes(work.results)
@@ -267,7 +267,7 @@ def _bytes(types: Iterable[jax.ShapeDtypeStruct]) -> int:
 
 
 def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
-    """Normal numbers, integers 0 to 9, or booleans at random."""
+    """A random array of normal numbers, integers from 0 to 9, or booleans."""
     if type_.dtype == jnp.bool_:
         return jax.random.bernoulli(key, shape=type_.shape)
     if jnp.issubdtype(type_.dtype, jnp.integer):
@@ -276,7 +276,7 @@ def random_array(key: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def random_offsets(key: jax.Array, work: Work) -> jax.Array:
-    """The offsets of the groups of a grouped product's rows: each row is in one, and sizes are up to twice the mean."""
+    """Random offsets for a grouped product: each row is in a group, and sizes are up to twice the mean."""
     groups, rows = work.problem.shape.groups, work.spec.matrices.flat_types(work.types)[0].shape[0]
     shifts = jax.random.uniform(key, (groups - 1,), minval=-0.5, maxval=0.5)
     inner = ((jnp.arange(1, groups) + shifts) * (rows / groups)).astype(jnp.int32)
@@ -284,16 +284,16 @@ def random_offsets(key: jax.Array, work: Work) -> jax.Array:
 
 
 def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
-    """The program that makes the sets, at random, as power and with it the clock depend on the data."""
+    """The program that makes the sets of random data, as power, and thus the clock, depends on the data."""
 
     def arguments(keys: jax.Array) -> tuple[jax.Array, ...]:
-        found = list(map(random_array, keys, work.types))
+        arrays = list(map(random_array, keys, work.types))
         if work.spec.ragged is not None:
-            found[-1] = random_offsets(keys[-1], work)
-        return tuple(found)
+            arrays[-1] = random_offsets(keys[-1], work)
+        return tuple(arrays)
 
     def make() -> list[tuple[jax.Array, ...]]:
-        # The generator that XLA compiles in no time.
+        # XLA compiles this generator fastest.
         keys = jax.random.split(jax.random.key(0, impl="rbg"), (number_of_sets(work), len(work.types)))
         return list(map(arguments, keys))
 
@@ -301,7 +301,7 @@ def random_sets(work: Work, device: Any) -> jax.stages.Compiled:
 
 
 def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Seconds of each call, in bursts of asynchronous ones, in a fresh random order each round; `relative_medians`."""
+    """Seconds of each call by `relative_medians`. A round times bursts of asynchronous calls in a new random order."""
     bursts = []
     for call in calls:
         jax.block_until_ready(call())
@@ -314,11 +314,11 @@ def interleaved(calls: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def relative_medians(times: Sequence[Sequence[float]]) -> list[float]:
-    """The median of each variant's times, a time a round, relative to the mean of all variants in that round.
+    """The median of each variant's times, one for each round, relative to the mean of all variants in that round.
 
-    A round is over before the clock changes much, and another round finds another clock.
+    The clock hardly changes within a round, but may differ between rounds.
     """
-    means = [statistics.geometric_mean(of_round) for of_round in zip(*times, strict=True)]
+    means = [statistics.geometric_mean(round_times) for round_times in zip(*times, strict=True)]
     level = statistics.median(means)
     return [level * statistics.median(x / mean for x, mean in zip(of, means, strict=True)) for of in times]
 

@@ -1,4 +1,4 @@
-"""Passes of the forward pass that epilogues of one `coda.block` would make, and that no block has."""
+"""XLA's passes in the forward pass that epilogues of one `coda.block` would fuse, and that are in no block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coda_jax.tools.others import OTHERS
 from coda_jax.tools.passes import MadePass, Pass, is_pass, label
 from coda_jax.tools.source_lines import is_in_a_block, line_of
 
-# What an epilogue makes beside elementwise operations, of a tile or of its rows.
+# Operations that an epilogue supports, on a tile or over its rows, beside elementwise ones.
 _LOCAL = {
     *("convert_element_type", "broadcast_in_dim", "transpose", "slice", "squeeze", "expand_dims", "iota", "reduce_sum"),
     *("split", "concatenate", "square", "integer_pow", "stop_gradient", "copy", "pow", "tile"),
@@ -26,8 +26,8 @@ class Unfused(NamedTuple):
 
     Attributes:
       operation: as `Pass.operation`.
-      source: its line, as `line_of` finds it; None where JAX knows none.
-      between: the products that it stands between.
+      source: its line, as `line_of` finds it; None if JAX knows none.
+      between: the products before and after it.
       has_kernels: whether one of these is coda_jax's.
       bytes: read and written.
     """
@@ -39,18 +39,18 @@ class Unfused(NamedTuple):
     bytes: int
 
 
-def unfused(graph: Graph, made: Iterable[MadePass]) -> dict[Unfused, int]:
-    """How many of each there are in one execution of a graph.
+def unfused(graph: Graph, passes: Iterable[MadePass]) -> dict[Unfused, int]:
+    """The unfused passes in one execution of a graph, with their counts.
 
-    Such a pass reads what a product makes, or is a norm, and a product or attention reads what it makes, directly or
-    through other passes. All that it does is elementwise or a sum over rows. A pass of a block's own is none: its plan
-    says why. Nor is one of the backward pass or behind it, as an optimizer's.
+    Such a pass reads a product's result, or is a norm, and a product or attention reads its result, directly or through
+    other passes. It consists of elementwise operations and sums over rows. A block's own passes are left out, as its
+    plan explains them, and so are passes of the backward pass and after it, such as an optimizer's.
     """
     late = _late(graph)
     readers = _read_by(graph, late)
     kernels = {label(one) for one in graph.operations if one.equation.primitive in PRIMITIVES}
-    found = collections.Counter[Unfused]()
-    for one, makers in made:
+    counts = collections.Counter[Unfused]()
+    for one, makers in passes:
         behind = kernels.union(OTHERS).intersection(one.after)
         written = [array for maker in makers for array in maker.outputs]
         ahead = frozenset[str]().union(*(readers[array] for array in written))
@@ -62,40 +62,40 @@ def unfused(graph: Graph, made: Iterable[MadePass]) -> dict[Unfused, int]:
             continue
         source = line_of(makers[-1].equation)
         if source is None or not source.startswith("optax/"):
-            found[Unfused(one.operation, source, between, has_kernels, one.bytes)] += 1
-    return dict(found)
+            counts[Unfused(one.operation, source, between, has_kernels, one.bytes)] += 1
+    return dict(counts)
 
 
 def _is_local(one: Pass, *, must_be_norm: bool) -> bool:
-    """Whether all of it is an epilogue's work, and a norm's if it must be one."""
+    """Whether an epilogue supports all its operations, and it is a norm if it must be one."""
     steps = one.operation.split("+")
     return all(step in OPERATIONS or step in _LOCAL for step in steps) and (not must_be_norm or "rsqrt" in steps)
 
 
 def _has_products(graph: Graph, late: set[Array]) -> bool:
-    """Whether kernels could make a product of the forward pass, by its dtype."""
+    """Whether the forward pass has a product of another library with a dtype that the kernels support."""
     forward = (one for one in graph.operations if one.name in OTHERS and late.isdisjoint(one.outputs))
     return any(one.inputs[0].dtype.name in FACTORS for one in forward)
 
 
 def _late(graph: Graph) -> set[Array]:
-    """The arrays that the backward pass makes, and all that are made of them."""
-    found: set[Array] = set()
+    """The results of the backward pass, and all arrays computed from them."""
+    arrays: set[Array] = set()
     for one in graph.operations:
-        if one.is_backward or not found.isdisjoint(one.inputs):
-            found.update(one.outputs)
-    return found
+        if one.is_backward or not arrays.isdisjoint(one.inputs):
+            arrays.update(one.outputs)
+    return arrays
 
 
 def _read_by(graph: Graph, late: set[Array]) -> dict[Array, frozenset[str]]:
-    """The forward pass's products and attention that an array goes into, directly or through passes."""
-    found: dict[Array, frozenset[str]] = collections.defaultdict(frozenset)
+    """For each array, the products and attention of the forward pass that read it, directly or through passes."""
+    readers: dict[Array, frozenset[str]] = collections.defaultdict(frozenset)
     for one in reversed(graph.operations):
         if one.is_backward or not late.isdisjoint(one.outputs):
             continue
         for array in one.inputs:
-            found[array] |= _readers(one, [found[x] for x in one.outputs])
-    return found
+            readers[array] |= _readers(one, [readers[x] for x in one.outputs])
+    return readers
 
 
 def _readers(one: Operation, behind: Sequence[frozenset[str]]) -> frozenset[str]:
