@@ -36,8 +36,8 @@ from flax_layers.models.origin import remember, settings_in
 
 _PREFIX = "base_model.model."
 _DEFAULTS = {"task_type": "CAUSAL_LM", "lora_dropout": 0.0, "inference_mode": True}
-# Settings that select modules with adapters, of which target_modules alone is written, with all of them; and how arrays
-# were initialised, which PEFT would apply to the base again.
+# Settings that select modules, where target_modules alone is written, with all modules that have adapters; and how
+# arrays were initialised, which PEFT would apply to the base again.
 _SAID_OTHERWISE = ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters", "init_lora_weights")
 
 

@@ -19,7 +19,7 @@ class Known:
 
     Attributes:
       read: names of those that are read.
-      values: names of those that change what is computed -> the values that our models compute with; None is one, too.
+      values: names of those that change what is computed -> our models' values for them; None is allowed, too.
       harmless: reason -> names of those that do not change it.
     """
 

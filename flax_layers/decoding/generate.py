@@ -57,8 +57,8 @@ def generate(
 
     Generation is one jitted program, compiled once for the model's structure, the shapes and the options (not for each
     temperature or top_p): the prompts in one pass that fills the cache, then a `lax.while_loop` whose body runs the
-    model on one token a row, until all rows have ended. The products there have B rows. Values computed
-    from parameters alone, as their casts to the compute dtype, are computed before the loop and kept while it runs.
+    model on one token a row, until all rows have ended. The products there have B rows. Values computed from parameters
+    alone, as their casts to the compute dtype, are computed before the loop and kept while it runs.
 
     Args:
       model: a `Llama`, or any `Decoder` that is an nnx.Module.
