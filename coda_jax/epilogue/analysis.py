@@ -291,7 +291,7 @@ class Analysis:
         present = {tag for tag in tags if tag is not None}
         known = present - {INDEX}
         if len(known) > 1 and same_size(self.m, 1):
-            known -= {ROW}  # a vector taken for one row lies along the other axis too
+            known -= {ROW}  # with one row, a vector that was tagged as a row may be along the columns
         if len(known) > 1:
             one, other = sorted(known)[::-1]
             raise NotElementwise(

@@ -29,7 +29,7 @@ def contraction_order(x: jax.Array, axis: int = -1) -> jax.Array:
       axis: whose size is a multiple of 16.
 
     Returns:
-      An array of the shape and dtype of x. The derivative takes the cotangent back to the order of x.
+      An array of the shape and dtype of x. The derivative restores the order of x in the cotangent.
 
     Raises:
       ValueError: the size is no multiple of 16, or symbolic; x has no such axis.

@@ -174,14 +174,18 @@ class _Emitter:
                 store, dtype = self.program.stores[i], np.dtype(out_dtypes[i])
                 if store.transposed:
                     continue
-                first_column, behind = store.slice or (0, 0)
+                first_column, end_column = store.slice or (0, 0)
                 for half, value in enumerate(store.values):
                     stored = self.stored(store, value, dtype)
                     if half < self.program.halves.runs(store.width):
                         fields = {"map": first_map + i, "half": half, "first": first_column, "dtype": _dtype(dtype)}
                         if first_pointer is not None:
                             halves = self.program.halves.apart(store.width)
-                            fields |= {"pointer": first_pointer + i, "halves": halves, "columns": behind - first_column}
+                            fields |= {
+                                "pointer": first_pointer + i,
+                                "halves": halves,
+                                "columns": end_column - first_column,
+                            }
                         entries.append(entry(fields | stored.fields))
                     results.append(stored)
             for i in chosen:

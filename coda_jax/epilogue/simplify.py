@@ -24,8 +24,8 @@ def simplify(nodes: Sequence[Node], roots: Iterable[int]) -> tuple[list[Node], d
     """
     new, at = list(nodes), {root: root for root in roots}
     for identity in (derivative_of_tanh, halved_tanh_to_logistic, angles, literals_of_products):
-        new, moved = identity(new, needed_nodes(new, at.values()))
-        at = {root: moved[number] for root, number in at.items()}
+        new, new_numbers = identity(new, needed_nodes(new, at.values()))
+        at = {root: new_numbers[number] for root, number in at.items()}
     return new, at
 
 

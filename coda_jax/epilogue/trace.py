@@ -78,7 +78,7 @@ def trace(
     """Traces f(acc, *operands), checks that it is local to a tile, and hoists the arrays that it closes over.
 
     Args:
-      f: a JAX function of whole arrays; None is the identity.
+      f: a JAX function of arrays; None is the identity.
       acc: shape (M, N), dtype float32 (an array or a ShapeDtypeStruct). M may be symbolic.
       operands: shapes (), (N,), (1, N), (M, 1), (M, N), or with N/2 or 2N in the place of N where f works on halves;
         (M, Dh), (M, Dh/2), (Dh,) or (1, Dh) where f works on heads of Dh columns, and also (S, Dh) or (S, Dh/2) where

@@ -37,8 +37,8 @@ def traced(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     @functools.wraps(function)
     def with_state(state: Any, others: Sequence[Any]) -> tuple[Any, Any]:
         nodes, rest = nnx.merge(graph, state), iter(others)
-        given = iter(nodes)
-        args, kwargs = structure.unflatten([next(given if is_it else rest) for is_it in is_node])
+        nodes_left = iter(nodes)
+        args, kwargs = structure.unflatten([next(nodes_left if is_it else rest) for is_it in is_node])
         results = jax.tree.leaves(function(*args, **kwargs))
         left = jax.tree.leaves(nnx.state(nodes))
         among = set(map(id, left))  # a model may also be returned

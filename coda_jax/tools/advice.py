@@ -125,10 +125,10 @@ def _pass_advice(between: Mapping[Unfused, int]) -> Iterator[Advice]:
         names = list(dict.fromkeys(name for one, _ in large for name in one.between))
         told = [f"{_few(one.operation.split('+'), '+')} in {one.source or 'an unknown line'}" for one, _ in large]
         told = list(dict.fromkeys(told))
-        moved = sum(one.bytes * count for one, count in large) / 1e6
+        megabytes = sum(one.bytes * count for one, count in large) / 1e6
         yield Advice(
             f"{_count(sum(count for _, count in large), 'pass')} of XLA's between {_few(names, ', ')}, forward",
-            f"{moved:.0f} MB, for no block has both sides: {_few(told, '; ')}",
+            f"{megabytes:.0f} MB, for no block has both sides: {_few(told, '; ')}",
             change,
         )
 

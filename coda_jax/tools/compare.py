@@ -111,7 +111,7 @@ class Comparison:
         return _figures(self.plain, self.plain_compiled), _figures(self.ours, self.ours_compiled)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` takes them.
+        """The figures for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` accepts them.
 
         All products and passes have `comparison.plain.as_dict()` and `comparison.ours.as_dict()`.
         """

@@ -108,10 +108,10 @@ def shard_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmS
     return shards[: len(shard_spec.batched)], shard_spec
 
 
-def pass_us(moved: int, device: str | None) -> float | None:
+def pass_us(traffic: int, device: str | None) -> float | None:
     """Microseconds of a pass over so many bytes; None for an unknown device."""
     chip = chip_of(device) if device else None
-    return moved / (COPIED * chip.tbytes) / 1e6 if chip else None
+    return traffic / (COPIED * chip.tbytes) / 1e6 if chip else None
 
 
 def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str) -> float | None:
@@ -126,7 +126,7 @@ def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str)
     return nanoseconds / 1e3 if nanoseconds else None
 
 
-def _xla_us(problem: Problem, moved: int, device: str) -> float | None:
+def _xla_us(problem: Problem, traffic: int, device: str) -> float | None:
     """`Cost.xla_us`."""
     program, shape = problem.program, problem.shape
     if np.dtype(problem.dtype).name not in FACTORS or has_logsumexp(program):
@@ -137,4 +137,4 @@ def _xla_us(problem: Problem, moved: int, device: str) -> float | None:
         return bare
     factors = shape.element_bytes * shape.batch * shape.k * (shape.m + shape.n)
     acc = acc_dtype.itemsize * shape.batch * shape.m * shape.n
-    return bare + (pass_us(max(0, moved - factors) + acc, device) or 0.0)
+    return bare + (pass_us(max(0, traffic - factors) + acc, device) or 0.0)

@@ -154,14 +154,14 @@ def _mark_between(graph: Graph) -> None:
 
     for is_backward in (False, True):
         same = [one for one in graph.operations if one.is_backward == is_backward]
-        behind: set[Array] = set()  # results of attention's products, and arrays computed from these
+        after: set[Array] = set()  # results of attention's products, and arrays computed from these
         for one in same:
-            if one.is_attention or (not ends(one) and not behind.isdisjoint(one.inputs)):
-                behind.update(one.outputs)
+            if one.is_attention or (not ends(one) and not after.isdisjoint(one.inputs)):
+                after.update(one.outputs)
         before: set[Array] = set()  # inputs of attention's products, and arrays from which these are computed
         for one in reversed(same):
             if not one.is_attention and not ends(one) and not before.isdisjoint(one.outputs):
-                one.is_attention = not behind.isdisjoint(one.inputs)
+                one.is_attention = not after.isdisjoint(one.inputs)
                 before.update(one.inputs)
             elif one.is_attention:
                 before.update(one.inputs)

@@ -168,12 +168,12 @@ class _Fusion:
     def _made_from(self, one: Operation) -> dict[Array, int]:
         """The arrays in memory from which an operation's results are computed, and the bytes that are read of each."""
         sources: dict[Array, int] = {}
-        made = sum(array.bytes for array in one.outputs)
+        result_bytes = sum(array.bytes for array in one.outputs)
         inputs = one.inputs[1:] if one.name == "dynamic_update_slice" else one.inputs  # in place
         for array in inputs:
             if array.is_constant:
                 continue
-            most = min(array.bytes, made) if one.name in _READS_SLICES else array.bytes
+            most = min(array.bytes, result_bytes) if one.name in _READS_SLICES else array.bytes
             is_there = array in self._in_memory or array not in self._leaves
             for leaf, size in ({array: most} if is_there else self._leaves[array]).items():
                 sources[leaf] = max(sources.get(leaf, 0), min(size, most) if one.name in _READS_SLICES else size)
@@ -217,8 +217,8 @@ class _Fusion:
             if _is_alone(one) and not one.is_attention:
                 is_scatter = one.name.startswith("scatter")  # it updates its first input in place
                 read = {x: x.bytes for x in one.inputs[is_scatter:] if not x.is_constant}
-                made = one.inputs[-1].bytes if is_scatter else 0
-                passes.append(MadePass(pass_of([one], read, {x: made or x.bytes for x in one.outputs}), [one]))
+                updated_bytes = one.inputs[-1].bytes if is_scatter else 0
+                passes.append(MadePass(pass_of([one], read, {x: updated_bytes or x.bytes for x in one.outputs}), [one]))
         return passes
 
     def _neighbours(self) -> tuple[dict[Array, frozenset[str]], dict[Array, frozenset[str]]]:
@@ -244,17 +244,17 @@ class _Fusion:
         depth: dict[Array, int] = collections.defaultdict(int)
         together = _Sets()
         first: dict[tuple[int, Array], Array] = {}
-        made: dict[Array, None] = {}
+        written: dict[Array, None] = {}
         fused = set(self._fused)
         for one in self._graph.operations:
             for array in one.outputs:
                 before = self._leaves[array] if one in fused else one.inputs
                 depth[array] = 1 + max((depth[x] for x in before), default=0)
                 if one in fused and array in self._in_memory:
-                    made[array] = None
+                    written[array] = None
                     for leaf in self._leaves[array]:
                         together.join(array, first.setdefault((depth[array], leaf), array))
-        return together.of(made)
+        return together.of(written)
 
     def attention(self) -> dict[Attention, int]:
         """The kernels of attention: its connected operations, forward or backward."""

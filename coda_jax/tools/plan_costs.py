@@ -179,9 +179,11 @@ class PlanCosts:
         rows = [("part", "phase", "what", "of", "over", "MB", "GB/s", "ms", "beside")]
         for step in self.steps:
             beside = "" if step.what == "products" else "products" if step.can_overlap else "nothing"
-            moved = f"{step.bytes / 1e6:.0f}" if step.bytes else ""
+            megabytes = f"{step.bytes / 1e6:.0f}" if step.bytes else ""
             gbytes = f"{step.gbytes:.0f}" if step.gbytes else ""
-            rows.append((step.part, step.phase, step.what, step.of, step.over, moved, gbytes, f"{step.ms:.2f}", beside))
+            rows.append(
+                (step.part, step.phase, step.what, step.of, step.over, megabytes, gbytes, f"{step.ms:.2f}", beside)
+            )
         lines += columns(rows, (5, 6, 7))
         for phase in ("forward", "backward"):
             above = self.hidden_above(phase)
@@ -292,8 +294,8 @@ def plan_costs(
     for role, size in axes_of_roles:
         roles[role] = roles.get(role, 1) * size
     kind = device_named(device) if device else DEFAULT_DEVICE
-    given = {"tokens": tokens, "bus_gbytes": bus_gbytes, "tflops": tflops, "network_gbytes": network_gbytes}
-    for name, value in {**given, "gpus_per_host": gpus_per_host}.items():
+    positive = {"tokens": tokens, "bus_gbytes": bus_gbytes, "tflops": tflops, "network_gbytes": network_gbytes}
+    for name, value in {**positive, "gpus_per_host": gpus_per_host}.items():
         if value is not None and value <= 0:
             raise ValueError(f"plan_costs: {name}={value}; it must be positive")
     if optimizer_states < 0:

@@ -288,32 +288,32 @@ class Planner:
         """The stream's partial sums: after out and down; in the backward pass, of dx of qkv and of gate and up."""
         if self.mesh["tensor"] == 1:
             return
-        moved = self.stream_bytes * self.tokens * self.sizes.features
+        sent = self.stream_bytes * self.tokens * self.sizes.features
         after = "out, down" if phase == "forward" else "dx of qkv, gate_up"
         if not self.sequence_parallel:
-            yield self._collective("layer", phase, "all-reduce", after, "tensor", moved, False, 2)
+            yield self._collective("layer", phase, "all-reduce", after, "tensor", sent, False, 2)
             return
         before = "x of qkv, gate_up" if phase == "forward" else "dout of out, down"
-        yield self._collective("layer", phase, "all-gather", before, "tensor", moved, False, 2)
-        yield self._collective("layer", phase, "reduce-scatter", after, "tensor", moved, False, 2)
+        yield self._collective("layer", phase, "all-gather", before, "tensor", sent, False, 2)
+        yield self._collective("layer", phase, "reduce-scatter", after, "tensor", sent, False, 2)
         if phase == "backward":
-            yield self._collective("layer", phase, "all-gather", "x of qkv, gate_up, for dW", "tensor", moved, True, 2)
+            yield self._collective("layer", phase, "all-gather", "x of qkv, gate_up, for dW", "tensor", sent, True, 2)
 
     def _exchange(self, phase: str) -> Iterator[Step]:
         """The exchange of rows with the devices of their experts; in the backward pass, of their cotangents."""
         if self.experts_over > 1:
-            moved = self.stream_bytes * self.tokens * self.sizes.experts_per_token * self.sizes.features
+            sent = self.stream_bytes * self.tokens * self.sizes.experts_per_token * self.sizes.features
             of = "rows to experts and back" if phase == "forward" else "cotangents of rows"
-            yield self._collective("layer", phase, "all-to-all", of, "expert", moved, False, 2)
+            yield self._collective("layer", phase, "all-to-all", of, "expert", sent, False, 2)
 
     def _collective(
-        self, part: str, phase: str, what: str, of: str, over: str, moved: int, can_overlap: bool = True, times: int = 1
+        self, part: str, phase: str, what: str, of: str, over: str, sent: int, can_overlap: bool = True, times: int = 1
     ) -> Step:
         n, in_host = self.mesh[over], self.in_host[over]
         ways = 2 if what == "all-reduce" else 1
         gbytes = (self.links.exchange_gbytes if what == "all-to-all" else self.links.ring_gbytes)(n, in_host)
-        ms = times * ways * moved * (n - 1) / n / gbytes / 1e6
-        return Step(part, phase, what, of, over, times * moved, ms, can_overlap, gbytes)
+        ms = times * ways * sent * (n - 1) / n / gbytes / 1e6
+        return Step(part, phase, what, of, over, times * sent, ms, can_overlap, gbytes)
 
 
 def _three(m: int, k: int, n: int) -> tuple[GemmShape, GemmShape, GemmShape]:

@@ -108,9 +108,9 @@ def _others(explained: Explanation) -> Iterator[str]:
     rows = [("count", "product", "GFLOP", "MB", "made in")]
     for one, count in others[:_MOST_OTHERS]:
         kind = "" if one.operation == "dot_general" else f"{one.operation}: "
-        gflop, moved = ("" if x is None else _short(x / unit) for x, unit in ((one.flops, 1e9), (one.bytes, 1e6)))
+        gflop, megabytes = ("" if x is None else _short(x / unit) for x, unit in ((one.flops, 1e9), (one.bytes, 1e6)))
         where = f"{one.source or '-'}{', backward' if one.is_backward else ''}"
-        rows.append((str(count), f"{kind}{one.a} @ {one.b}", gflop, moved, where))
+        rows.append((str(count), f"{kind}{one.a} @ {one.b}", gflop, megabytes, where))
     yield from columns(rows, (0, 2, 3))
     if rest := others[_MOST_OTHERS:]:
         flops = sum((one.flops or 0) * count for one, count in rest)
@@ -136,8 +136,8 @@ def _between(explained: Explanation) -> Iterator[str]:
         )
     yield from columns(rows, (0, 1, 2))
     if rest := passes[len(shown) :]:
-        moved = sum(one.bytes * count for one, count in rest)
-        yield f"{sum(count for _, count in rest):>5}  smaller ones, {_short(moved / 1e6)} MB in all"
+        megabytes = sum(one.bytes * count for one, count in rest)
+        yield f"{sum(count for _, count in rest):>5}  smaller ones, {_short(megabytes / 1e6)} MB in all"
 
 
 def _kept(explained: Explanation) -> Iterator[str]:

@@ -257,8 +257,8 @@ def number_of_launches(work: Work) -> int:
     long enough, or for all pairs.
     """
     shape, sets = work.problem.shape, number_of_sets(work)
-    moved = _bytes(work.types) + _bytes(work.results)
-    seconds = max(2 * shape.batch * shape.m * shape.n * shape.k / _FLOPS, moved / _BYTES)
+    traffic = _bytes(work.types) + _bytes(work.results)
+    seconds = max(2 * shape.batch * shape.m * shape.n * shape.k / _FLOPS, traffic / _BYTES)
     return max(sets, min(sets * sets, math.ceil(_PROGRAM_SECONDS / seconds)))
 
 

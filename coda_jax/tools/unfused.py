@@ -51,12 +51,12 @@ def unfused(graph: Graph, passes: Iterable[MadePass]) -> dict[Unfused, int]:
     kernels = {label(one) for one in graph.operations if one.equation.primitive in PRIMITIVES}
     counts = collections.Counter[Unfused]()
     for one, makers in passes:
-        behind = kernels.union(OTHERS).intersection(one.after)
+        before = kernels.union(OTHERS).intersection(one.after)
         written = [array for maker in makers for array in maker.outputs]
-        ahead = frozenset[str]().union(*(readers[array] for array in written))
-        between = tuple(sorted(behind | kernels.union(OTHERS).intersection(ahead)))
+        after = frozenset[str]().union(*(readers[array] for array in written))
+        between = tuple(sorted(before | kernels.union(OTHERS).intersection(after)))
         has_kernels = not kernels.isdisjoint(between)
-        if not (ahead and between and _is_local(one, must_be_norm=not behind) and late.isdisjoint(written)):
+        if not (after and between and _is_local(one, must_be_norm=not before) and late.isdisjoint(written)):
             continue
         if not (has_kernels or _has_products(graph, late)) or any(is_in_a_block(maker.equation) for maker in makers):
             continue
@@ -98,8 +98,8 @@ def _read_by(graph: Graph, late: set[Array]) -> dict[Array, frozenset[str]]:
     return readers
 
 
-def _readers(one: Operation, behind: Sequence[frozenset[str]]) -> frozenset[str]:
+def _readers(one: Operation, readers: Sequence[frozenset[str]]) -> frozenset[str]:
     if is_pass(one):
-        return frozenset[str]().union(*behind)
+        return frozenset[str]().union(*readers)
     is_product = one.is_attention or one.name in OTHERS or one.equation.primitive in PRIMITIVES
     return frozenset({label(one)}) if is_product else frozenset()
