@@ -46,7 +46,7 @@ class BlockTrace:
       stated: a list to which the pullbacks and inverses of maps are added, with the arrays; None to add none.
       arrays: those of the arguments, by number.
       leaves: the leaves that the graph reads of them, by the argument's number and the shape as a value.
-      of_rows: which arguments have the rows; None for those that begin with their axes.
+      row_flags: which arguments have the rows; None for those that begin with their axes.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class BlockTrace:
         is_plain: bool,
         recipe: Recipe | None = None,
         stated: list[Stated] | None = None,
-        of_rows: Sequence[bool] | None = None,
+        row_flags: Sequence[bool] | None = None,
     ):
-        self.stated, self.of_rows, self.recipe = stated, of_rows, recipe
+        self.stated, self.row_flags, self.recipe = stated, row_flags, recipe
         self.name, self.dtype, self.rows, self.is_plain = name, np.dtype(dtype), tuple(rows), is_plain
         self.arrays: list[Any] = []
         self.captured: list[Any] = []  # by the function; they are arguments after those of the call
@@ -82,7 +82,7 @@ class BlockTrace:
             data.dtype,
             data if self.is_plain else None,
             None if data is x else jax.random.key_impl(x),
-            begins if self.of_rows is None else number < len(self.of_rows) and self.of_rows[number],
+            begins if self.row_flags is None else number < len(self.row_flags) and self.row_flags[number],
         )
 
     def value(self, x: Any) -> Value:

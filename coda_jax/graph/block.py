@@ -120,22 +120,22 @@ class Block:
         """f(*args, **kwargs)."""
         return self.called(None, *args, **kwargs)
 
-    def called(self, of_rows: tuple[bool, ...] | None, *args: Any, **kwargs: Any) -> Any:
-        """f(*args, **kwargs); of_rows says which arrays have the rows, where their shapes are not to say it."""
+    def called(self, row_flags: tuple[bool, ...] | None, *args: Any, **kwargs: Any) -> Any:
+        """f(*args, **kwargs); row_flags says which arrays have the rows, where their shapes are not to say it."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_value)
         leaves = [jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in leaves]
         if any(map(_is_value, leaves)):  # a part of the block that these are of
             return self._f(*args, **kwargs)
         given = [data_of(x) for x in leaves if is_array(x)]
-        rows, dtype = self._rows_of(given[of_rows.index(True)] if of_rows else self._first(args, kwargs))
+        rows, dtype = self._rows_of(given[row_flags.index(True)] if row_flags else self._first(args, kwargs))
         if self._is_plain:
             trace = BlockTrace(self.name, dtype, rows, is_plain=True, recipe=self._recipe, stated=self._stated)
             return self._plain(leaves, tree, trace)
         mesh = jax.sharding.get_abstract_mesh()  # equations have that in which they were traced
-        key = (tree, dtype, rows, of_rows, mesh, tuple(map(self._signature, leaves)))
+        key = (tree, dtype, rows, row_flags, mesh, tuple(map(self._signature, leaves)))
         traced = self._graphs.get(key)
         if traced is None:
-            traced, captured = self._traced(leaves, tree, dtype, rows, of_rows)
+            traced, captured = self._traced(leaves, tree, dtype, rows, row_flags)
             given += map(data_of, captured)
             if not captured:  # they are others the next time
                 self._graphs[key] = traced
@@ -204,19 +204,19 @@ class Block:
         return jax.tree.unflatten(out_tree, [x._array().astype(x.dtype) for x in outputs])
 
     def _traced(
-        self, leaves: Sequence[Any], tree: Any, dtype: Any, rows: Sequence[Any], of_rows: Sequence[bool] | None
+        self, leaves: Sequence[Any], tree: Any, dtype: Any, rows: Sequence[Any], row_flags: Sequence[bool] | None
     ) -> tuple[_Traced, list[Any]]:
-        trace = BlockTrace(self.name, dtype, rows, is_plain=False, recipe=self._recipe, of_rows=of_rows)
+        trace = BlockTrace(self.name, dtype, rows, is_plain=False, recipe=self._recipe, row_flags=row_flags)
         outputs, out_tree = self._values(leaves, tree, trace)
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves]
 
         def of_batch(size: Any) -> Graph:
-            assert of_rows is not None
-            flags, whole = iter(of_rows), [*types]
+            assert row_flags is not None
+            flags, whole = iter(row_flags), [*types]
             for i, x in enumerate(types):
                 if isinstance(x, jax.ShapeDtypeStruct) and next(flags):
                     whole[i] = jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
-            return self._traced(whole, tree, dtype, (size, *rows), of_rows)[0].graph
+            return self._traced(whole, tree, dtype, (size, *rows), row_flags)[0].graph
 
         nodes, out_dtypes = [x._node for x in outputs], [x.dtype for x in outputs]
         axes = tuple(rows) if len(rows) > 1 else ()
@@ -228,7 +228,7 @@ class Block:
             out_dtypes,
             axes,
             self._implementation,
-            None if of_rows is None else of_batch,
+            None if row_flags is None else of_batch,
         )
         sources = [(number, leaf) for (number, _), leaf in trace.leaves.items()]
         return _Traced(graph, sources, [x.shape for x in outputs], out_tree), trace.captured

@@ -77,7 +77,7 @@ class Result(Value):
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A call whose derivative is to be taken: jax.vjp of its function.
+    """A call that is differentiated: jax.vjp of its function.
 
     Attributes:
       jaxpr: gives the call's results, and after them all that is kept.
@@ -134,7 +134,8 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
         kept, remaining = arrays[: len(linear.kept)], iter(arrays[len(linear.kept) :])
         output_cotangents = [next(remaining) if i in present else _zeros(aval) for i, aval in enumerate(outs)]
         leaves = (
-            x if of is None else jax.random.wrap_key_data(x, impl=of) for x, of in zip(kept, linear.keys, strict=True)
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(kept, linear.keys, strict=True)
         )
         return list(jax.tree.unflatten(linear.tree, leaves)(output_cotangents))
 
@@ -163,7 +164,10 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
         leaves, tree = jax.tree.flatten(pullback)
         keys = [jax.random.key_impl(x) if is_key(x) else None for x in leaves]
         trees.append((tree, keys))
-        return [*outputs, *(x if of is None else jax.random.key_data(x) for x, of in zip(leaves, keys, strict=True))]
+        return [
+            *outputs,
+            *(x if impl is None else jax.random.key_data(x) for x, impl in zip(leaves, keys, strict=True)),
+        ]
 
     closed = jax.make_jaxpr(forward)(*map(typed, call.jaxpr.in_avals))
     jaxpr, count = closed.jaxpr, len(call.results)

@@ -23,7 +23,7 @@ def check(block: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
 
     Args:
       block: what `coda.block` made.
-      args, kwargs: as the block takes them.
+      args, kwargs: those of the block.
 
     Returns:
       The relative error |result - exact| / |exact| of each array, by the array's name.

@@ -124,8 +124,12 @@ def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
     first = next((i for i, pair in enumerate(zip(x.shape, shape, strict=False)) if not same_size(*pair)), None)
     if first is None:
         first = min(x.ndim, len(shape))
-    lead, (cut, *others) = explicit_cuts(x)[:first], [*explicit_cuts(x)[first:], ()]
-    kept = cutting_evenly(cut, jax.typeof(x).sharding.mesh.shape, shape[first]) if cut and first < len(shape) else ()
+    lead, (split_axes, *others) = explicit_cuts(x)[:first], [*explicit_cuts(x)[first:], ()]
+    kept = (
+        cutting_evenly(split_axes, jax.typeof(x).sharding.mesh.shape, shape[first])
+        if split_axes and first < len(shape)
+        else ()
+    )
     target = [*lead, kept, *(() for _ in others)][: x.ndim]
     x = placed(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, partition_spec(target)))
     return reshaped(x, tuple(shape), cuts=[*lead, kept, *(() for _ in shape)][: len(shape)])

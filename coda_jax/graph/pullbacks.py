@@ -30,7 +30,7 @@ def with_pullback(f: Callable[..., Any], pullback: Pullback, takes_inner: bool) 
 
 
 def backward_of(pullback: Pullback, takes_inner: bool) -> Callable[..., tuple[jax.Array, ...]]:
-    """The pullback as `jax.custom_vjp` takes it."""
+    """The pullback in the form of `jax.custom_vjp`."""
 
     def backward(kept: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
         cotangents = pullback(*kept, cotangent, *([inner_product(kept[0], cotangent)] if takes_inner else []))

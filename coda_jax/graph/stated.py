@@ -19,7 +19,7 @@ class Stated:
 
     Attributes:
       name: of its function.
-      f, pullback, inverse: as `Value.map` takes them.
+      f, pullback, inverse: as in `Value.map`.
       arrays: of its inputs, as it sees them.
     """
 

@@ -189,7 +189,7 @@ class Map(Value):
       jaxpr: the function, of `inputs` as maps see them.
       pullback: a derivative that replaces JAX's own; None for JAX's.
       function: of a map with a pullback, of arrays; None for another, which is its jaxpr.
-      takes_inner: the pullback takes one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
+      takes_inner: whether the pullback has one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
       origin: the function with all its results, which are differentiated together.
       index: among these.
       is_pass: no epilogue makes it, though the language has one.

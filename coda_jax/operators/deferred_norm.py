@@ -102,8 +102,8 @@ class DeferredNorm(NotAnArray):
 
 def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
     """A vector (N,) broadcast against x (..., N); where explicit mesh axes shard it, it is resharded as x's columns."""
-    (cut,), columns = explicit_cuts(vector), explicit_cuts(x)[-1]
-    if cut and cut != columns:
+    (mesh_axes,), columns = explicit_cuts(vector), explicit_cuts(x)[-1]
+    if mesh_axes and mesh_axes != columns:
         mesh = jax.typeof(vector).sharding.mesh
         vector = placed(vector, jax.sharding.NamedSharding(mesh, jax.P(columns or None)))
     return jnp.expand_dims(vector, range(x.ndim - 1))

@@ -12,8 +12,8 @@ from coda_jax.primitives.derivative import Parts
 
 def parts_of(x: Parts) -> tuple[jax.Array, ...]:
     """The pieces that x is concatenated from; one array is its only piece."""
-    parts: tuple[jax.Array, ...] = tuple(x) if isinstance(x, Sequence) else (x,)
-    return parts
+    pieces: tuple[jax.Array, ...] = tuple(x) if isinstance(x, Sequence) else (x,)
+    return pieces
 
 
 def one_or_parts(arrays: Sequence[Any]) -> Any:
@@ -21,6 +21,6 @@ def one_or_parts(arrays: Sequence[Any]) -> Any:
     return tuple(arrays) if len(arrays) > 1 else arrays[0]
 
 
-def ends_of(parts: Sequence[Any]) -> list[int]:
+def ends_of(pieces: Sequence[Any]) -> list[int]:
     """The column at which each piece but the last ends, as `jnp.split` reads it."""
-    return [sum(x.shape[-1] for x in parts[: i + 1]) for i in range(len(parts) - 1)]
+    return [sum(x.shape[-1] for x in pieces[: i + 1]) for i in range(len(pieces) - 1)]

@@ -219,7 +219,7 @@ def qkv_projection(
       norm: an RMSNorm of x (..., T, D), the residual stream.
       w: (D, (H + 2 Hkv) Dh): query heads, then key heads, then value heads; or these as three arrays, of which a
         mesh may shard the heads.
-      cos, sin: (T, Dh / 2) or (..., T, Dh / 2) float32, as `rotary` takes them. They receive no gradient.
+      cos, sin: (T, Dh / 2) or (..., T, Dh / 2) float32, as in `rotary`. They receive no gradient.
       num_heads, num_kv_heads: H, Hkv.
       q_scale, k_scale: (Dh,), of the norms of the heads of q and of k; None, both, for no such norms.
       qk_epsilon: added to their means of squares; default that of the norm.

@@ -81,7 +81,7 @@ class Stream(NotAnArray):
 
     Attributes:
       x: (..., D).
-      sumsq: (...,) float32, or None when it is not known; norms take none of another dtype for it.
+      sumsq: (...,) float32, or None when it is not known; norms accept no other dtype for it.
     """
 
     x: jax.Array

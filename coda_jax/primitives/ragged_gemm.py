@@ -102,7 +102,7 @@ def ragged_gemm(
     """
     a = _matrix("ragged_gemm", "a", a)
     several = isinstance(b, tuple | list)
-    parts = [_grouped(f"b[{i}]" if several else "b", x) for i, x in enumerate(b if several else [b])]
+    pieces = [_grouped(f"b[{i}]" if several else "b", x) for i, x in enumerate(b if several else [b])]
     marked = tuple(
         ByGroup(as_operand("ragged_gemm", i, unmarked(x)))
         if isinstance(x, ByGroup)
@@ -111,7 +111,7 @@ def ragged_gemm(
     )
     check_options("ragged_gemm", residuals, implementation, config)
     check_epilogue("ragged_gemm", epilogue, operands)
-    groups, m, columns = _sizes(a, parts, transpose_b)
+    groups, m, columns = _sizes(a, pieces, transpose_b)
     offsets = _offsets(group_sizes, m, groups, group_offset)
     shape = (m, *columns)
     check_out_sharding("ragged_gemm", out_sharding, shape)
@@ -124,11 +124,11 @@ def ragged_gemm(
         residuals=residuals,
         implementation=implementation,
         config=config,
-        halves=parts[0].ndim == 4 and same_size(parts[0].shape[1 if transpose_b else 2], 2),
+        halves=pieces[0].ndim == 4 and same_size(pieces[0].shape[1 if transpose_b else 2], 2),
         ragged=Dimension.M,
         out_sharding=sharding_over_explicit(None if out_sharding is None else _column_spec(out_sharding, len(shape))),
     )
-    joined_b = parts if len(parts) > 1 else parts[0]
+    joined_b = pieces if len(pieces) > 1 else pieces[0]
     outputs, traced = product(a, joined_b, marked, epilogue, dtypes, options, GroupOffsets(offsets))
     if reduces_rows(traced.program):
         for i in group_reductions(traced):
@@ -207,13 +207,13 @@ def _grouped(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-def _sizes(a: jax.Array, parts: Sequence[jax.Array], transpose_b: bool) -> tuple[Any, Any, tuple[Any, ...]]:
+def _sizes(a: jax.Array, pieces: Sequence[jax.Array], transpose_b: bool) -> tuple[Any, Any, tuple[Any, ...]]:
     """The number of groups, M, and the sizes of all axes of the product's columns."""
-    b = parts[0]
+    b = pieces[0]
     k_axis = -1 if transpose_b else 1
-    alike = all(same_size(x.shape[axis], b.shape[axis]) for x in parts for axis in (0, k_axis))
-    if len(parts) > 1 and (any(x.ndim != 3 for x in parts) or not alike):
-        shapes = ", ".join(str(x.shape) for x in parts)
+    alike = all(same_size(x.shape[axis], b.shape[axis]) for x in pieces for axis in (0, k_axis))
+    if len(pieces) > 1 and (any(x.ndim != 3 for x in pieces) or not alike):
+        shapes = ", ".join(str(x.shape) for x in pieces)
         raise ValueError(f"ragged_gemm: b has factors of shapes {shapes}; several must be (G, K, Ni) with one G and K")
     if not same_size(a.shape[1], b.shape[k_axis]):
         raise ValueError(
@@ -222,8 +222,8 @@ def _sizes(a: jax.Array, parts: Sequence[jax.Array], transpose_b: bool) -> tuple
         )
     _check_count("ragged_gemm", "b", b)
     columns = b.shape[1:-1] if transpose_b else b.shape[2:]
-    if len(parts) > 1:
-        columns = (sum(x.shape[1 if transpose_b else 2] for x in parts),)
+    if len(pieces) > 1:
+        columns = (sum(x.shape[1 if transpose_b else 2] for x in pieces),)
     return b.shape[0], a.shape[0], columns
 
 

@@ -31,8 +31,8 @@ def statistics(
     head: LossHead, name: str, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None = None
 ) -> Statistics:
     """`LossHead.statistics` with its derivative, named as the operator."""
-    made: Statistics = _on_explicit_shards(partial(_statistics, name=name), head, tokens, kernel, labels, mask)
-    return made
+    result: Statistics = _on_explicit_shards(partial(_statistics, name=name), head, tokens, kernel, labels, mask)
+    return result
 
 
 def weighted_sum(
@@ -73,8 +73,8 @@ def _statistics(head: LossHead, *arguments: Any, name: str) -> Statistics:
         dtokens, dkernel = pullback(head, tokens, kernel, labels, mask, stats, cotangents, name=name)
         return *_argument_cotangents(head, tokens, kernel, dtokens, dkernel), None, None
 
-    made: Statistics = differentiable(name, run, forward, backward)(*arguments)
-    return made
+    result: Statistics = differentiable(name, run, forward, backward)(*arguments)
+    return result
 
 
 def _pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
@@ -135,14 +135,14 @@ def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> j
             *(dsum * x for x in dcoefficients),
         )
 
-    made: jax.Array = differentiable(name, run, forward, backward)(*arguments)
-    return made
+    result: jax.Array = differentiable(name, run, forward, backward)(*arguments)
+    return result
 
 
 def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Value) -> Any:
     """`LossHead.values_and_gradients`, whose own derivative is that of the head that keeps logits."""
 
-    def of(head: LossHead) -> Callable[..., Any]:
+    def computed_by(head: LossHead) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             tokens, kernel, *others = arguments
             results = (Result(), (Result(),) * len(others[2:]), _gradients(head, tokens, kernel))
@@ -151,8 +151,8 @@ def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Val
         return run
 
     if not isinstance(head, ExponentialHead):
-        return of(head)(*arguments)
-    return _derived_as(of(head.logit_head()), name, of(head), arguments, fixed=(2,))
+        return computed_by(head)(*arguments)
+    return _derived_as(computed_by(head.logit_head()), name, computed_by(head), arguments, fixed=(2,))
 
 
 def _argument_cotangents(
@@ -173,21 +173,19 @@ def _argument_cotangents(
 def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results: Any, *first: Any) -> Any:
     """head.method(*first, *arguments), run by each device of a mesh; `results` has the kind of each returned array."""
     tokens, kernel, *others = arguments
-    cast = jax.tree.map(
-        lambda x: x.astype(head.dtype), kernel
-    )  # before it is gathered, which then takes the compute dtype
+    cast = jax.tree.map(lambda x: x.astype(head.dtype), kernel)  # here, so that it is gathered in the compute dtype
     kinds, structure = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, Result))
 
-    def of(head: LossHead) -> Callable[..., Any]:
+    def bound_method(head: LossHead) -> Callable[..., Any]:
         return partial(getattr(head, method), *first)
 
     outputs = on_row_shards(
-        of(head),
+        bound_method(head),
         *(tokens, cast, *others),
         rows=(_row_flags(tokens), False, *(True for _ in others)),
         columns=(-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
         results=kinds,
-        sharded_f=lambda *columns: of(head.on_shard(*columns)),
+        sharded_f=lambda *columns: bound_method(head.on_shard(*columns)),
     )
     return jax.tree.unflatten(structure, outputs)
 
