@@ -19,6 +19,23 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 P = PartitionSpec
 
 
+@pytest.mark.parametrize("lead", [(M,), (2, M // 2)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+def test_a_block_that_ends_in_a_gate_of_halves(wanted, lead):
+    """The product's cotangent is made by a pass, of both halves' cotangents, and is read as the halves that w has."""
+    x, w = random(0, *lead, D), random(1, D, 2, F)
+
+    @coda.block
+    def f(x, w):
+        return (x @ w).map(coda.gated(jax.nn.silu))
+
+    def plain(x, w):
+        return swiglu(x.reshape(M, D) @ w.reshape(D, 2 * F)).reshape(*lead, F)
+
+    got, want = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), wanted)(x, w) for f in (f, plain))
+    assert_close(got, want, 1e-4)
+
+
 @pytest.mark.parametrize("kind", ["map", "opaque"])
 def test_what_a_map_captures_is_read_each_time(kind):
     x, w, b = random(0, M, D), random(1, D, F), random(2, F)

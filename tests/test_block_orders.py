@@ -550,5 +550,11 @@ def test_a_block_that_is_not_one(make, reason):
     notes = coda.explain(lambda x: block(x), X, platform="cuda").notes
     assert any(re.search(rf"flax_layers: {reason}", note) for note in notes), list(notes)
     norms = block.attention_norm, block.attention_out_norm, block.mlp_norm, block.mlp_out_norm
-    x = X + norms[1](block.attention(norms[0](X)))
-    assert_close(block(X), x + norms[3](block.mlp(norms[2](x))), 1e-3)
+
+    def apart(block, x):
+        x = x + norms[1](block.attention(norms[0](x)))
+        return x + norms[3](block.mlp(norms[2](x)))
+
+    assert_close(block(X), apart(block, X), 1e-3)
+    gradients = [jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(block, x))))(X) for f in (lambda block, x: block(x), apart)]
+    assert_close(*gradients, 1e-2)

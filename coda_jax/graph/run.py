@@ -107,7 +107,8 @@ class _Run:
         if value not in self.arrays and isinstance(value, Result):
             self.arrays.update(self._called(value))
         if value in self.parts and value not in self.arrays:
-            self.arrays[value] = jnp.concatenate(placed_alike(self.parts[value], -1), axis=-1)
+            pieces = jnp.concatenate(placed_alike(self.parts[value], -1), axis=-1)
+            self.arrays[value] = reshaped_as(pieces, self._shape_of(value))
         if value not in self.arrays:
             x = whole(self._in_pass(value))
             array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
