@@ -115,7 +115,7 @@ def partitioned_on_cpus():
         selection = select.select_shard(arguments, spec, anywhere=anywhere, key=key)
         records.append((spec, types, selection))
         if selection.reason is not None and (strict or spec.implementation == "cuda"):
-            select.report(spec, selection.reason, strict=strict)
+            select.report(arguments, spec, selection.reason, strict=strict)
         return xla_tiles(*arguments, spec=spec)
 
     def lower(ctx, *arguments, spec):

@@ -35,13 +35,32 @@ def test_a_fallback_raises_each_time_and_names_line_and_reason():
 
     with pytest.warns(coda.FallbackWarning) as caught:
         lower(multiply, A, B)
-    line = f"{__file__}:{multiply.__code__.co_firstlineno + 1}: gemm 'gemm' takes its XLA form: "
+    line = f"{__file__}:{multiply.__code__.co_firstlineno + 1}: gemm 'gemm', float32[32, 16] @ float32[16, 24], takes "
     for _ in range(2):  # said already: raised all the same
         with coda.strict(), pytest.raises(coda.FallbackError, match=re.escape(line)) as raised:
             lower(multiply, A, B)
         assert str(caught[0].message) in str(raised.value)
     with coda.strict(), coda.strict(False):
         lower(multiply, A, B)
+
+
+@needs_nvrtc
+def test_each_line_is_told_once():
+    """For the same reason a line of another program is told too; what is told already is not told again."""
+
+    def one(a, b):
+        return coda.gemm(a, b), coda.gemm(a, b, epilogue=jnp.tanh)
+
+    def other(a, b):
+        return coda.gemm(a, b)
+
+    for told, functions in (([one], [one]), ([other], [one, other]), ([], [one, other])):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for function in functions:
+                lower(function, A, B)
+        assert [warning.lineno for warning in caught] == [function.__code__.co_firstlineno + 1 for function in told]
+        assert all("coda.explain lists all" in str(warning.message) for warning in caught)
 
 
 @needs_nvrtc

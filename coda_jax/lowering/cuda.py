@@ -32,7 +32,7 @@ def tiles(
     if selection.config is not None:
         kernel = functools.partial(kernel_tiles, spec=spec, config=selection.config, yields=yields)
         return kernel(*arguments) if key is None else with_own_attributes(kernel)(*arguments)
-    report(spec, selection.reason, strict=strict)
+    report(arguments, spec, selection.reason, strict=strict)
     return xla_tiles(*arguments, spec=spec, in_8_bits=spec.implementation != "xla")
 
 
@@ -53,7 +53,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
         route = dataclasses.replace(route, reason=reason)
     why_not = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
     if why_not is not None:
-        report(spec, why_not, strict=is_strict())
+        report(ctx.avals_in, spec, why_not, strict=is_strict())
         return lower_xla(ctx, *arguments, spec=spec)
     # Now: XLA's partitioner calls back later, and on threads of its own.
     tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))

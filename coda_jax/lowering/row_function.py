@@ -176,7 +176,7 @@ def _refuse_fallbacks(shard: Any) -> None:
     """Raises the error that the lowering of a device's function raises in strict mode."""
     for avals, spec in products_of(shard.jaxpr):
         if spec.implementation == "auto" and (reason := select_shard(avals, spec).reason) is not None:
-            report(spec, reason, strict=True)
+            report(avals, spec, reason, strict=True)
 
 
 def products_of(jaxpr: jex_core.Jaxpr) -> list[tuple[list[Any], GemmSpec]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from coda_jax import ffi
 from coda_jax.lowering.addressing import unsupported_reason
@@ -154,8 +155,8 @@ def select_shard(
     return selection
 
 
-def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
-    """Says why a product takes its XLA form.
+def report(avals: Sequence[Any], spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
+    """Says why a product of arguments of these types takes its XLA form.
 
     Raises:
       NotImplementedError: implementation="cuda".
@@ -164,5 +165,8 @@ def report(spec: GemmSpec, reason: str | None, *, strict: bool) -> None:
     if spec.implementation == "cuda":
         raise NotImplementedError(f"{spec.function} '{spec.name}': implementation='cuda' was asked for, but {reason}")
     if spec.implementation == "auto":
+        factors = spec.matrices.num_factors
+        types = " @ ".join(f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in avals[:factors])
         message = f"takes its XLA form: {reason}"
-        warn_once(f"{spec.function} '{spec.name}' {message}", message, spec.site, strict=strict)
+        told = f"{spec.function} '{spec.name}', {types}, {message}; coda.explain lists all, with what to change"
+        warn_once(told, message, spec.site, strict=strict)

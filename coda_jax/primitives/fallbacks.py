@@ -1,8 +1,8 @@
 """Messages that a function gives when it is lowered for a GPU, for instance why a layer is not one block.
 
 A note is an identity on an array, so that it travels with the program: through jit, grad, vmap and remat, to
-`coda.explain` and to the lowering, which warns once, at the user's line; on other platforms it does nothing. In strict
-mode a note, and a product that takes its XLA form, is an error.
+`coda.explain` and to the lowering, which warns at the user's line, once for a line and a reason; on other platforms it
+does nothing. In strict mode a note, and a product that takes its XLA form, is an error.
 
 Environment, read when this module is imported:
 
@@ -66,7 +66,7 @@ def is_strict() -> bool:
 
 
 coda_note_p = jex_core.Primitive("coda_note")
-_reported: set[str] = set()
+_reported: set[tuple[str, str, int]] = set()
 _reporting = threading.Lock()
 
 
@@ -81,7 +81,7 @@ def noted(x: jax.Array, operator: str, reason: str, remedy: str = "") -> jax.Arr
 
 
 def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> None:
-    """A FallbackWarning at the user's line, unless there has been one for this reason.
+    """A FallbackWarning at the user's line, unless there has been one there for this reason.
 
     Raises:
       FallbackError: in strict mode, each time.
@@ -89,9 +89,10 @@ def warn_once(message: str, reason: str, site: CallSite, *, strict: bool) -> Non
     if strict:
         raise FallbackError(f"{site.file}:{site.line}: {message} (strict mode: coda.strict, CODA_JAX_STRICT)")
     with _reporting:  # programs are lowered in several threads
-        if reason in _reported:
+        where = reason, site.file, site.line
+        if where in _reported:
             return
-        _reported.add(reason)
+        _reported.add(where)
     warnings.warn_explicit(message, FallbackWarning, site.file, site.line)
 
 

@@ -61,6 +61,7 @@ class Calls:
         self._weight_share: dict[Product, float] = {}
         self._readers: dict[Any, list[Product]] = collections.defaultdict(list)
         self._sum_rows: set[Product] = set()
+        self._batched_rows: dict[Product, Any] = {}
 
     def add(self, product: Product, equation: core.JaxprEqn) -> None:
         """Takes one call into account."""
@@ -73,6 +74,8 @@ class Calls:
                 self._readers[factor].append(product)
         if spec.transpose_a:
             self._sum_rows.add(product)
+        if any(spec.batched):
+            self._batched_rows[product] = spec.matrices.flat_types([v.aval for v in equation.invars])[0].shape[-2]
         aval: Any = equation.invars[1].aval
         if product.cost is not None and all(isinstance(size, int) for size in aval.shape):
             self._weight_share[product] = math.prod(aval.shape) * aval.dtype.itemsize / product.cost.bytes
@@ -84,6 +87,10 @@ class Calls:
     def sums_rows(self, product: Product) -> bool:
         """Whether a is transposed, as for a weight's gradient: more rows make no result larger."""
         return product in self._sum_rows
+
+    def batched_rows(self, product: Product) -> Any:
+        """The rows of each product of a batch that `jax.vmap` made; None of another, and of one with transposed a."""
+        return None if self.sums_rows(product) else self._batched_rows.get(product)
 
     def reads_weights(self, product: Product) -> bool:
         """Whether b is most of its traffic."""
@@ -184,7 +191,12 @@ def _small_product_advice(products: Mapping[Product, int], calls: Calls, device:
     for product, count, cost, us in kernels:
         if us < 2 * launch_us or cost.bound != "memory":
             continue
-        if calls.reads_weights(product):
+        if (rows := calls.batched_rows(product)) is not None:
+            change = (
+                f"It is a batch, by jax.vmap, of products of {rows} rows each. They are one product of all rows where "
+                "they share b and no output is reduced over rows: reduce the product's result outside of it"
+            )
+        elif calls.reads_weights(product):
             change = "No tile helps; more rows would, by a larger batch: most of it is a weight that is read for few"
         elif not calls.is_direct(product):
             continue
@@ -242,4 +254,7 @@ def _padded(avals: Sequence[Any], spec: GemmSpec) -> str | None:
         f"{letter} from {getattr(sizes, letter)} to {-(-getattr(sizes, letter) // unit) * unit}, a multiple of {unit}"
         for letter, unit in units.items()
     ]
-    return f"Pad {' and '.join(each)}, with zeros"
+    return (
+        f"Pad {' and '.join(each)}, with zeros, and slice the result; losses over a vocabulary are padded by "
+        "coda.linear_cross_entropy and coda.token_logprobs themselves"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from flax_layers.activation import Activation
 from flax_layers.config_checks import check_activation, check_counts, check_flags, check_not_negative, check_positive
 from flax_layers.rope_scaling import DynamicRopeScaling, RopeScaling, RotaryScaling
 
@@ -49,7 +50,7 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float | None = 10000.0
     rope_scaling: RotaryScaling | None = None
-    hidden_act: str = "silu"
+    hidden_act: str | Activation = "silu"
     attention_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
