@@ -66,9 +66,7 @@ class BlockTrace:
         self.captured: list[Any] = []  # by the function; they are arguments after those of the call
         self.leaves: dict[tuple[int, tuple[Any, ...]], Leaf] = {}
         self._numbers = itertools.count()
-        self._captured_arguments: dict[
-            int, tuple[Any, Argument]
-        ] = {}  # by id, which is no other's while the array is kept
+        self._captured_arguments: dict[int, tuple[Any, Argument]] = {}  # by id, with the array, so that it stays unique
 
     def argument(self, x: Any) -> Argument:
         """The value of one more array; for an array of keys, of its `data_of`."""

@@ -31,7 +31,7 @@ def _forward_values_read(outputs: Sequence[Value], cotangents: Sequence[Value]) 
     read, open_, seen = set[Value](), list(cotangents), set(cotangents)
     while open_:
         value = open_.pop()
-        is_copy = isinstance(value, Turned) and value.inputs[0] in forward  # made in the same epilogue
+        is_copy = isinstance(value, Turned) and value.inputs[0] in forward  # made together with it
         is_amax = any(x in forward and x.amax is value for x in value.inputs)
         is_beside = isinstance(value, Map) and value.origin in origins  # another result of a function
         is_result = isinstance(value, Result) and value.call in calls

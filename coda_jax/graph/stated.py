@@ -15,7 +15,7 @@ from coda_jax.graph.values import is_float
 
 @dataclasses.dataclass(frozen=True)
 class Stated:
-    """A map at its arrays.
+    """A map, and the arrays that it was stated at.
 
     Attributes:
       name: of its function.

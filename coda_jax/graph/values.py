@@ -41,7 +41,7 @@ class Value:
       rounded, amax: in 8 bits with the scale, by dtype and scale; its largest magnitude: as `graph.rounded` made them.
       name: for the policies of `jax.checkpoint`, where it or a value that it is computed again from is kept.
       spec: its sharding over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
-      recovered: the same value, computed from its users; backward passes read that.
+      recovered: the same value, computed from the results of a map of it; backward passes read that.
       has_one_row: its rows are the block's, which has one, so that (1, N) is a tile.
       is_factor: it is stored in the dtype of products' factors, and kept for a backward pass that reads it.
       made_of: the dtypes of the floating tiles that a tile is made of; None is that of products.
@@ -126,7 +126,7 @@ class Product(Value):
 
     Attributes:
       groups: (G,) int32, how many rows each has; None for a plain product.
-      like: the value that the result is a cotangent of, and is sharded as over explicit mesh axes; else None.
+      like: the value whose cotangent the result is, and as which it is sharded over explicit mesh axes; else None.
       scales: of factors that `graph.rounded` rounds, with its cotangent; None for others.
 
     Raises:
@@ -359,7 +359,7 @@ def _leaves(f: Callable[..., Any], *arrays: jax.Array) -> list[Any]:
 
 
 def set_spec(value: Value, spec: jax.P | None) -> None:
-    """Sets the sharding of the value, and of the values of its shape that the library made it from, as a product."""
+    """Sets the sharding of the value, and of inputs of its shape from which the library derived it."""
     value.spec = spec
     if isinstance(value, Map) and not value.origin.is_stated:
         for x in value.inputs:

@@ -80,7 +80,7 @@ class DeferredNorm(NotAnArray):
 
     @property
     def __jax_array__(self) -> NoReturn:
-        """Refuses JAX's functions, which all ask for it; of a Stream, array + stream would, before its __radd__."""
+        """Refuses JAX's functions, which all ask for it. (A Stream has none: array + stream would ask for it.)"""
         self._refuse()
 
     def rstd(self) -> jax.Array:

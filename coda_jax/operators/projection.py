@@ -151,7 +151,7 @@ def _norm_projection(
     out_sharding: Sequence[jax.P | None],
     keep_weights: bool,
 ) -> tuple[Value, ...]:
-    """Each z."""
+    """The array z of each weight."""
     z = product(norm_value(norm), weights, keep_weights=keep_weights)
     ends = ends_of(weights)
     if biases is not None:

@@ -33,7 +33,7 @@ def rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def check_tables(operator: str, rows: tuple[Any, ...], head_dim: int, cos: jax.Array, sin: jax.Array) -> None:
-    """Raises ValueError where tables do not have an angle for each pair of a head, of these rows (..., T)."""
+    """Raises ValueError if tables do not have an angle for each pair of a head, or do not fit these rows (..., T)."""
     half = head_dim // 2
     for name, table in (("cos", cos), ("sin", sin)):
         try:

@@ -56,7 +56,7 @@ def _described(x: Any) -> str:
 
 
 class _StatisticKey(GetAttrKey):
-    """Stands where a Stream has no statistic: JAX names this key where a statistic was expected."""
+    """The key of a missing statistic, which JAX names in its messages where a statistic was expected."""
 
     def __str__(self) -> str:
         return f".{self.name} (absent: Stream.with_statistic() computes it)"
@@ -128,7 +128,7 @@ class Stream(NotAnArray):
     __array_ufunc__ = None  # numpy_array + stream comes here too
 
     def with_statistic(self) -> Stream:
-        """The Stream with its statistic, computed if it is missing: what `scan` needs of a carry."""
+        """The Stream with its statistic, computed if it is missing, as `scan` needs it in a carry."""
         if self.sumsq is not None and self.sumsq.dtype == jnp.float32:  # else a map of the leaves has cast it
             return self
         x: Any = self.x

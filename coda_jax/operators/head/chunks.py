@@ -29,7 +29,7 @@ class Chunk:
     rows: jax.Array | None = None
 
     def of(self, x: Any) -> Any:
-        """The chunk's rows of x, or None of None; after the last kept row the first one again, which is finite."""
+        """The chunk's rows of x, None for None; after the last kept row the first one again, which is finite."""
         if x is None:
             return None
         if self.rows is None:
@@ -38,7 +38,7 @@ class Chunk:
         return jnp.take(x, jnp.where(rows < x.shape[0], rows, self.rows[0]), axis=0, mode="clip")
 
     def or_zeros(self, x: Any) -> Any:
-        """The chunk's rows of x, or None of None; zeros after the last kept row."""
+        """The chunk's rows of x, None for None; zeros after the last kept row."""
         if x is None or self.rows is None:
             return self.of(x)
         return jnp.take(x, self._own(), axis=0, mode="fill", fill_value=0)

@@ -42,7 +42,7 @@ _MOST_BYTES = 13 << 28  # of a chunk's exponentials and dW, where nothing else i
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialHead(LossHead):
-    """A `LossHead` in bfloat16 of logits as they are, whose statistics are lse and target."""
+    """A `LossHead` in bfloat16 of logits without cap and scale, whose statistics are lse and target."""
 
     @classmethod
     def of(cls, head: LossHead, tokens: Tokens, kernel: Kernel, chunk_bytes: int | None) -> LossHead:

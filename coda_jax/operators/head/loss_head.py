@@ -179,7 +179,7 @@ class LossHead:
         """The norm of x in float32; x itself where there is no norm."""
         return h.with_array(h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
 
-    # ---- of a chunk
+    # ---- one chunk
 
     def formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
         """The arrays that are projected: h, and u beside a low-rank delta."""
@@ -289,7 +289,7 @@ class LossHead:
         stats: Statistics,
         cotangents: Statistics,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """dz and the row sums with what the targets of labels (m, k) add to them."""
+        """dz and the row sums, with the terms of the targets of labels (m, k) added."""
         capped = curve.unscaled(stats.target)
         inside = (labels >= 0) & (labels < self.vocabulary)
         added = jnp.where(inside, cotangents.target, 0.0)
@@ -342,7 +342,7 @@ class LossHead:
         joined = a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)
         return multiply(joined, b, *operands, implementation=self.implementation, **options)
 
-    # ---- of all chunks
+    # ---- all chunks
 
     def _chunk(self, rows: Any, dtype: Any) -> int | None:
         return chunk_size(rows, self.columns * np.dtype(dtype).itemsize, self.chunk_bytes)

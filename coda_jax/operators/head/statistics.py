@@ -83,7 +83,7 @@ def _pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kerne
 
 
 def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
-    """`_pullback`, whose own derivative is that of a loop over all chunks: JAX has no reverse mode of one over some."""
+    """`_pullback`, with the derivative of a loop over all chunks: JAX has no reverse mode of a loop over some."""
     over_all = dataclasses.replace(head, all_chunks=True)
     run, like = (partial(_pullback, one, name=name) for one in (head, over_all))
     gradients: tuple[Tokens, Kernel] = _derived_as(like, name, run, arguments, fixed=(2, 3))
@@ -112,7 +112,7 @@ def _derived_as(
 
 
 def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> jax.Array:
-    """(1,), of a device's tokens."""
+    """The sum over a device's tokens, (1,)."""
 
     def run(
         tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array, *coefficients: jax.Array
