@@ -1,4 +1,4 @@
-"""From an analysed epilogue to its Program: stores and reductions, in canonical numbering."""
+"""Makes the Program of an analysed epilogue: its stores and reductions, in canonical numbering."""
 
 from collections.abc import Sequence
 from dataclasses import replace

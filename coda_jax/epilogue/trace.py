@@ -1,4 +1,4 @@
-"""From a user's function to a checked epilogue."""
+"""Traces a user's function, and makes a checked epilogue of it."""
 
 import contextlib
 import inspect

@@ -184,7 +184,7 @@ def compare(
     compiled: bool | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """The costs of two functions on a GPU, side by side, as of a step in plain JAX and the same step with the library.
+    """The costs of two functions on a GPU, side by side, such as a step in plain JAX and the same with the library.
 
     It is not a form of `coda.explain`, whose second positional argument is the first one of the explained function,
     and may itself be callable.
