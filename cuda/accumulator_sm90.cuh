@@ -1,4 +1,4 @@
-// Warpgroup matrix products (wgmma) on a float32 accumulator in registers, and where its elements lie.
+// Warpgroup matrix products (wgmma) on a float32 accumulator in registers, and the positions of its elements.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -6,8 +6,8 @@
 
 namespace coda {
 
-/// The float32 accumulator of one consumer warpgroup: `blocks` blocks of 64 rows x `columns`, one below the other, as
-/// wgmma distributes each of them over the warpgroup's 128 threads.
+/// The float32 accumulator of one consumer warpgroup: `blocks` blocks of 64 rows x `columns`, adjacent along m, each
+/// distributed over the warpgroup's 128 threads as wgmma does it.
 ///
 /// A warp has 16 rows. Four neighbouring lanes, a quad, share two of them, 8 rows apart (r = 0, 1), and each lane has a
 /// pair of columns (c = 0, 1) of every group j of 8. Element (block, j, r, c) of a thread is
@@ -94,7 +94,7 @@ __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
 #define CODA_WGMMA_N256(type) \
   CODA_WGMMA("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131", "%132")
 
-// Of factors of 8 bits, each with a type of its own, both k-major.
+// For factors of 8 bits, each with its own type, both k-major.
 #define CODA_WGMMA_OF_8_BITS(shape, types, numbers, operands, a_at, b_at, add_at)              \
   asm volatile(                                                                                \
       "{\n"                                                                                    \

@@ -1,7 +1,6 @@
 // Tiles that clusters claim from a counter while the kernel runs, for programs of several devices: there NCCL's kernels
-// hold some of the multiprocessors for a while, and a tile must not wait for a block that has no place to run. Nor must
-// NCCL wait long for a place: of a long product a cluster ends when it has had its share, and the grid's next one goes
-// on.
+// occupy some SMs for a while, and a tile must not wait for a block that has no SM to run on. Nor must NCCL wait long
+// for an SM: in a long product a cluster ends when it has computed its share, and the grid's next cluster goes on.
 #pragma once
 
 #include "pipeline.cuh"
@@ -10,18 +9,18 @@ namespace coda {
 
 constexpr int multiprocessors = 132;  // of an H100 or H200
 
-/// What a cluster has claimed, in shared memory: for its i-th piece of work an mbarrier and the tile's number. The
-/// producer of the first CTA takes numbers from a counter in global memory, 0 when the kernel starts, and sends each to
-/// all CTAs of the cluster. No reader says that it has read: a slot is used again `slots` pieces later, and the
-/// producer cannot be that far ahead of anyone (`slots_suffice`).
+/// A cluster's claims in shared memory: for its i-th piece of work an mbarrier and the tile's number. The producer of
+/// the first CTA reads numbers from a counter in global memory, 0 when the kernel starts, and sends each to all CTAs of
+/// the cluster. Readers do not acknowledge: a slot is used again `slots` pieces later, and the producer cannot be that
+/// far ahead of any reader (`slots_suffice`).
 template <int cluster_m>
 struct Claims {
   static constexpr int slots = 16, bytes = 12 * slots;
   ptx::uint32 address;
 
-  /// With `stages` k blocks in shared memory, of which a piece may have one, the producer is at most as many pieces
-  /// ahead of the last one whose products are done. The warp that fetches operands of epilogues may have to look up the
-  /// piece before that one, and at the end the producer sends two numbers at once.
+  /// With `stages` k blocks in shared memory, and pieces of as few as one, the producer is at most so many pieces ahead
+  /// of the last one whose products are complete. The warp that fetches operands of epilogues may still read the number
+  /// of the piece before that one, and at the end the producer sends two numbers at once.
   static constexpr bool slots_suffice(int stages) { return stages + 4 <= slots; }
 
   __device__ __forceinline__ ptx::uint32 barrier(int i) const { return address + 8 * (i % slots); }
@@ -45,7 +44,7 @@ struct Claims {
       ptx::mbarrier_arrive(barrier(i));
     }
   }
-  /// The i-th number, once it is there.
+  /// Waits for the i-th number, and returns it.
   __device__ __forceinline__ int wait(int i) const {
     ptx::mbarrier_wait(barrier(i), i / slots & 1);
     return ptx::load_word(number(i));

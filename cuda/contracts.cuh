@@ -1,5 +1,5 @@
-// The contract of a generated Epilogue and Config, as concepts. A member that is missing or has another type is one
-// error that says how to declare it; nothing else of the kernel is compiled then.
+// The contract of a generated Epilogue and Config, as concepts. A member that is missing or has another type gives one
+// error that says how to declare it; the rest of the kernel is not compiled then.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -92,7 +92,7 @@ concept GeneratedEpilogue = HasEpilogueMembers<S> && HasEvaluate<S> && HasEvalua
 template <class S>
 concept GeneratedConfig = true CODA_CONFIG_MEMBERS(CODA_AND_VALUE, CODA_AND_LIST, CODA_AND_LISTS);
 
-/// Whether S is an Epilogue; where it is not, the error.
+/// Whether S is an Epilogue; if it is not, an error says why.
 template <class S>
 CODA_CONSTEXPR bool check_epilogue() {
 #define CODA_ASSERT_VALUE(type, member) \

@@ -1,4 +1,4 @@
-// The dtypes of arrays, in one list, and how long a factor's rows are in shared memory. Compiles for the host too.
+// The dtypes of arrays, in one list, and the length of a factor's rows in shared memory. Compiles for the host too.
 #pragma once
 
 #ifdef __CUDACC__
@@ -18,7 +18,7 @@ namespace coda {
 enum class DType { CODA_DTYPES(CODA_ENUMERATOR) };
 #undef CODA_ENUMERATOR
 
-/// A dtype as memory has it.
+/// A dtype as it is stored in memory.
 template <DType dtype>
 struct Stored;
 #define CODA_STORED(name, type) \
@@ -37,7 +37,7 @@ CODA_CONSTEXPR int bytes_of(DType dtype) {
 #undef CODA_BYTES
 #undef CODA_DTYPES
 
-/// The dtype of b: a's, but of factors of 8 bits, which a Config gives one each.
+/// The dtype of b: a's, unless the factors have 8 bits, for each of which a Config has a dtype.
 template <class Config>
 CODA_CONSTEXPR DType dtype_of_b() {
   if constexpr (requires { Config::input_b; }) {
@@ -47,8 +47,8 @@ CODA_CONSTEXPR DType dtype_of_b() {
   }
 }
 
-/// A row of a factor's tile in shared memory, as long as the widest swizzle. Of a k-major factor it is the k of a
-/// stage.
+/// The bytes of a row of a factor's tile in shared memory: those of the widest swizzle. For a k-major factor a row is
+/// the k of a stage.
 constexpr int factor_row_bytes = 128;
 CODA_CONSTEXPR int factor_row_elements(DType dtype) {
   return factor_row_bytes / bytes_of(dtype);

@@ -1,5 +1,5 @@
-// The functions of one element that generated epilogues are made of. Compiles for the device (NVRTC, no includes) and
-// for the host, where tests run generated epilogues.
+// The functions of one element that generated epilogues call. Compiles for the device (NVRTC, no includes) and for the
+// host, where tests run generated epilogues.
 #pragma once
 
 #ifdef __CUDACC__
@@ -74,7 +74,7 @@ CODA_DEVICE float round_to_f16(float x) {
 
 // ---- rounding to 8 bits: to nearest, ties to even, NaN stays NaN
 
-/// x with `mantissa_bits`, at least as far apart as the float32 numbers beside `grid` are: the format's subnormal ones.
+/// x rounded to `mantissa_bits`, and to no finer spacing than that of float32 near `grid`: that of subnormal numbers.
 CODA_DEVICE float round_mantissa(float x, int mantissa_bits, float smallest_normal, float grid) {
   const float magnitude = fabsf(x);
   const unsigned bits = to_bits(magnitude), shift = 23 - mantissa_bits, half = (1u << (shift - 1)) - 1;
@@ -82,7 +82,7 @@ CODA_DEVICE float round_mantissa(float x, int mantissa_bits, float smallest_norm
   return copysignf(magnitude < smallest_normal ? (magnitude + grid) - grid : normal, x);
 }
 
-/// Beyond the range the largest value.
+/// The largest value beyond the range.
 CODA_DEVICE float saturate_to_e4m3(float x) {
 #ifdef __CUDACC__
   unsigned short bits;
@@ -111,8 +111,8 @@ CODA_DEVICE float saturate_to_e5m2(float x) {
 #endif
 }
 
-/// Whether x is rounded to no finite value: beyond the middle between the largest and what would be the next. To an
-/// even next one, as e5m2 has it, the middle is rounded too.
+/// Whether x is not rounded to a finite value: it is beyond the middle between the largest value and the one that would
+/// be next. If that one is even, as for e5m2, the middle is rounded to it, too.
 CODA_DEVICE bool is_beyond_e4m3(float x) {
   return fabsf(x) > 464.f;
 }
@@ -120,14 +120,14 @@ CODA_DEVICE bool is_beyond_e5m2(float x) {
   return fabsf(x) >= 61440.f;
 }
 
-/// Beyond the range NaN, as in XLA.
+/// NaN beyond the range, as in XLA.
 CODA_DEVICE float round_to_e4m3(float x) {
   if (x != x) return x;
   if (is_beyond_e4m3(x)) return copysignf(nan(), x);
   return saturate_to_e4m3(x);
 }
 
-/// Beyond the range an infinity, as in XLA.
+/// An infinity beyond the range, as in XLA.
 CODA_DEVICE float round_to_e5m2(float x) {
   if (x != x) return x;
   if (is_beyond_e5m2(x)) return copysignf(infinity(), x);
@@ -169,7 +169,7 @@ CODA_DEVICE T clamp(T low, T x, T high) {
 
 // ---- floating point
 
-/// -1, 1, or x itself where it is a zero or NaN.
+/// -1, 1, or x itself if it is a zero or NaN.
 CODA_DEVICE float sign(float x) {
   return x > 0.f ? 1.f : x < 0.f ? -1.f : x;
 }
@@ -215,9 +215,9 @@ CODA_DEVICE float logistic(float x) {
 }
 
 /// 1 - erf(x): 2^p(q) exp(-a^2) / (a + 1.75) for a = |x|, and 2 less that for a negative x, where p is a minimax
-/// polynomial in q = (a - 1.75) / (a + 1.75), right to 1e-7. The relative error is at most 8e-7 (1 + x^2) where the
-/// result is no subnormal number. Seventeen instructions: with CUDA's erfcf in its place, which has 45, the exact GELU
-/// costs 50 % of a product at k = 2048 instead of 2.
+/// polynomial in q = (a - 1.75) / (a + 1.75), right to 1e-7. The relative error is at most 8e-7 (1 + x^2) unless the
+/// result is subnormal. Seventeen instructions: with CUDA's erfcf in its place, which has 45, the exact GELU costs 50 %
+/// of a product at k = 2048 instead of 2.
 CODA_DEVICE float erfc(float x) {
   const float a = fabsf(x), r = reciprocal_approximate(a + 1.75f), q = fmaf(-3.5f, r, 1.f);
   float p = fmaf(1.08436064e-3f, q, 2.28057546e-3f);
@@ -234,7 +234,7 @@ CODA_DEVICE float erfc(float x) {
 
 // ---- sine and cosine
 
-/// An angle less quadrant * pi / 2, which leaves a remainder of -1.2 to 1.2.
+/// An angle as quadrant * pi / 2 and a remainder from -1.2 to 1.2.
 struct Angle {
   float remainder;
   unsigned quadrant;  // its two lowest bits count
@@ -258,8 +258,8 @@ CODA_COLD Angle large_angle(float x) {
 }
 
 /// The angle x - error, where the error is at most half a unit in the last place of x. Up to |x| = 2^22 three parts of
-/// pi / 2 are taken off (Cody and Waite); beyond, the error is neglected. CUDA's sinf and cosf, in their place, double
-/// the instructions of an epilogue that turns heads, and keep Payne's and Hanek's words in local memory.
+/// pi / 2 are subtracted (Cody and Waite); beyond, the error is neglected. CUDA's sinf and cosf, in their place, double
+/// the instructions of an epilogue that rotates heads, and keep Payne's and Hanek's words in local memory.
 CODA_DEVICE Angle angle_of(float x, float error) {
   if (!(fabsf(x) <= 4194304.f)) return is_finite(x) ? large_angle(x) : Angle{nan(), 0};
   const float shifted = fmaf(x, 0.636619747f, 12582912.f);  // 1.5 * 2^23: leaves the nearest integer in the lowest bits
@@ -292,8 +292,8 @@ CODA_DEVICE float cosine_of_remainder(float x) {
 
 /// To 2e-7.
 CODA_DEVICE float sine(Angle angle) {
-  const float of_sine = sine_of_remainder(angle.remainder), of_cosine = cosine_of_remainder(angle.remainder);
-  const float magnitude = angle.quadrant & 1 ? of_cosine : of_sine;
+  const float sine_value = sine_of_remainder(angle.remainder), cosine_value = cosine_of_remainder(angle.remainder);
+  const float magnitude = angle.quadrant & 1 ? cosine_value : sine_value;
   return angle.quadrant & 2 ? -magnitude : magnitude;
 }
 CODA_DEVICE float cosine(Angle angle) {
@@ -305,8 +305,8 @@ CODA_DEVICE float log_add_exp(float a, float b) {
   return a == b ? a + 0.693147181f : maximum(a, b) + log1pf(expf(-fabsf(a - b)));
 }
 
-/// log(sum(exp(values))) of values that come a few at a time: their maximum is taken first, so that each costs one
-/// exponential. `maximum` stays finite, whatever comes, so that infinities give what they should: exp(-inf - it) = 0.
+/// log(sum(exp(values))) of values that are added a few at a time: their maximum first, so that each costs one
+/// exponential. `maximum` stays finite, so that infinities give correct results: exp(-inf - maximum) = 0.
 struct LogSumExp {
   float maximum = -largest_finite(), sum = 0.f;  // of exp(value - maximum)
 

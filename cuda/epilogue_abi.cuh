@@ -1,5 +1,5 @@
-// The contract of a generated Epilogue (coda_jax/epilogue/emit.py): what it says of itself, what the kernel gives to
-// its functions, and what these give back. Compiles for the host too, where tests run generated epilogues.
+// The contract of a generated Epilogue (coda_jax/epilogue/emit.py): its members, and the inputs and outputs of its
+// functions. Compiles for the host too, where tests run generated epilogues.
 #pragma once
 
 #include "dtypes.cuh"
@@ -18,20 +18,20 @@ union Word {
   int i;
 };
 
-// The lists of an Epilogue have an entry for each array, or for each half of N or of a head that an array spans. A list
-// without entries has one that is none.
+// The lists of an Epilogue have an entry for each array, or for each half of N or of a head that an array spans. An
+// empty list has one entry, for which `is_none` is true.
 
-/// Columns first .. end of the product, which tiles do not straddle, and what runs on them. {0, 0, 0}: all.
+/// Columns first .. end of the product, whose bounds no tile straddles, and their variant. {0, 0, 0}: all columns.
 struct Section {
   int variant = 0;
   int first = 0;
   int end = 0;
 };
 
-/// A tile read or written: its tensor map, the half that this entry stands for, and the product's column that is the
-/// array's first. Of one written to rows in groups also its pointer, and what a row has: halves, or so many columns. Of
-/// a result of 8 bits whether its columns are in contraction order (fragment_sm90.cuh), and what it has instead of
-/// values beyond the dtype's range: the largest finite one, or what XLA has.
+/// A tile read or written: its tensor map, the half of this entry, and the product's column that is the array's first.
+/// For rows in groups also the pointer, and the width of a row: the number of halves, or of columns. For a result of 8
+/// bits whether its columns are in contraction order (fragment_sm90.cuh), and whether it saturates: values beyond the
+/// dtype's range are the largest finite one, or else XLA's.
 struct TileAccess {
   int map = -1;
   int half = 0;
@@ -47,7 +47,7 @@ struct TileAccess {
   CODA_CONSTEXPR bool is_none() const { return map < 0; }
 };
 
-/// A tile written with columns as rows, (N, M): its tensor map, the half, and which of a Result's tiles it is.
+/// A tile written transposed, (N, M): its tensor map, the half, and its number among a Result's tiles.
 struct TransposedAccess {
   int map = -1;
   int half = 0;
@@ -59,8 +59,8 @@ struct TransposedAccess {
   CODA_CONSTEXPR bool is_none() const { return map < 0; }
 };
 
-/// A vector, scalar or rope table: its pointer, the half, and how many halves the array spans. Of a rope table with
-/// fewer rows than the product, how many: they repeat.
+/// A vector, scalar or rope table: its pointer, the half, and how many halves the array spans. For a rope table whose
+/// rows repeat, their number is the `period`.
 struct VectorAccess {
   int pointer = -1;
   int half = 0;
@@ -72,7 +72,7 @@ struct VectorAccess {
   CODA_CONSTEXPR bool is_none() const { return pointer < 0; }
 };
 
-/// A reduction's partial results: where they go, the half, and how many halves the array spans.
+/// A reduction's partial results: their pointer, the half, and how many halves the array spans.
 struct ReductionAccess {
   int pointer = -1;
   int half = 0;
@@ -93,7 +93,7 @@ struct EpilogueDefaults {
   using VectorAccess = coda::VectorAccess;
   using ReductionAccess = coda::ReductionAccess;
 
-  // An element is one column; or two that are worked on together, one of each half of N or of each half of a head.
+  // An element is one column, or two that are combined, one of each half of N or of each half of a head.
   static constexpr int halves = 1;
   static constexpr int acc_halves = 1;        // how many of them acc spans, and with it b
   static constexpr int head = 0;              // columns of a head, if the halves are those of heads
@@ -112,12 +112,12 @@ struct EpilogueDefaults {
   static constexpr ReductionAccess column_reduction[] = {{}};
   static constexpr ReductionAccess whole_reduction[] = {{}};  // of all rows and columns: a maximum
 
-  // Values of a head, reduced over its columns in passes: those of one pass may depend on those of the passes before.
+  // Values of a head, reduced over its columns in passes: values of one pass may depend on those of earlier passes.
   static constexpr int head_values = 0, head_passes = 0;
   static constexpr Op head_op[] = {Op::sum};
-  static constexpr int head_pass[][1] = {{-1}};  // of each variant, for each value: in which pass, or -1, not needed
+  static constexpr int head_pass[][1] = {{-1}};  // for each variant and value: its pass, or -1 if it is not needed
 
-  /// What an element adds to the values of its head, in one of the passes.
+  /// Computes an element's terms of the values of its head, in one of the passes.
   template <int pass>
   CODA_DEVICE static void evaluate_heads(const auto& element, float* value) {}
 
@@ -128,7 +128,7 @@ CODA_CONSTEXPR int at_least_one(int count) {
   return count > 0 ? count : 1;
 }
 
-/// How many entries a list has.
+/// The number of entries of a list.
 template <class Access, int size>
 CODA_CONSTEXPR int count(const Access (&list)[size]) {
   int entries = 0;
@@ -144,7 +144,7 @@ CODA_CONSTEXPR int count_variants() {
   return variants;
 }
 
-/// The first section that runs a variant. It stands for the others: their stores differ only in place.
+/// The first section of a variant. The stores of the variant's other sections only differ in place.
 template <class Epilogue>
 CODA_CONSTEXPR int first_section_of(int variant) {
   int section = 0;
@@ -152,7 +152,7 @@ CODA_CONSTEXPR int first_section_of(int variant) {
   return section;
 }
 
-/// How many tiles a Result has: those of stores, in order, and behind them what is stored transposed alone.
+/// The number of tiles of a Result: those of stores, in order, and then those that are only stored transposed.
 template <class Epilogue>
 CODA_CONSTEXPR int most_tile_values() {
   int most = 0;
@@ -162,8 +162,8 @@ CODA_CONSTEXPR int most_tile_values() {
   return most;
 }
 
-/// The inputs of `evaluate` for one element. Where halves are interleaved, an entry of a list over columns stands for
-/// both, and its values follow each other.
+/// The inputs of `evaluate` for one element. If halves are interleaved, an entry of a list over columns stands for
+/// both, and its two values are adjacent.
 template <class Epilogue>
 struct ElementOf {
   static constexpr int per_entry = Epilogue::entry_values;
@@ -196,7 +196,7 @@ struct ResultOf : WholeTerms<Epilogue::whole_reductions> {
   float column[at_least_one(Epilogue::column_reductions) * per_entry];
 };
 
-/// A generated Epilogue with all that follows from its lists: what the kernel is written for.
+/// A generated Epilogue with the constants and types that follow from its lists, as the kernel uses it.
 template <class Generated>
 struct CompleteEpilogue : Generated {
   static constexpr int entry_values = Generated::interleaved ? 2 : 1;  // of an entry of a list over columns

@@ -1,5 +1,5 @@
-// A generated Epilogue's operands: tiles come from a ring that a prefetch warp fills, vectors over columns from
-// shared memory, all else from global memory.
+// A generated Epilogue's operands: tiles are read from a ring that a prefetch warp fills, vectors over columns from
+// shared memory, all others from global memory.
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
@@ -7,8 +7,7 @@
 
 namespace coda {
 
-/// Producer's side: loads the tile operands of one warpgroup's tile, box by box, in the order in which they are
-/// visited.
+/// Producer's side: loads the tile operands of one warpgroup's tile, box by box, in the order in which they are read.
 template <class Config, class Epilogue, class Params>
 __device__ __forceinline__ void prefetch_operands(const Params& params, const Tile& tile, ptx::uint32 base,
                                                   Ring<EpilogueLayout<Config, Epilogue>::load_slots> ring,
@@ -32,7 +31,7 @@ __device__ __forceinline__ void prefetch_operands(const Params& params, const Ti
   }
 }
 
-/// The same for a tile that has none: its consumer waits for a slot and gives it back.
+/// The same for a tile without operands, whose consumer still waits for a slot and releases it.
 template <int slots>
 __device__ __forceinline__ void skip_operands(Ring<slots> ring, RingPosition<slots>& at) {
   ring.wait_empty(at);
@@ -57,14 +56,14 @@ struct EpilogueOperands {
   const Params& params;
   const ptx::uint32 base;  // this warpgroup's shared memory
   const int warp, lane;
-  const int n;  // of a half of N, where a tile has columns of both; else N
+  const int n;  // columns of a half of N, if a tile has columns of both; else N
   const Ring<Layout::load_slots> ring;
   RingPosition<Layout::load_slots> loaded;
   Word column_vector[at_least_one(Epilogue::column_vectors)][Layout::blocks][2];
   Word scalar[at_least_one(Epilogue::scalars)];
   static constexpr int head_subtiles = Layout::head_boxes * Layout::subtiles;
   RopeTables kept_tables[Layout::blocks][Config::keeps_tables ? head_subtiles : 1];  // the same for all heads of a tile
-  ptx::uint32 vectors;  // where the tile's vectors over columns lie in shared memory
+  ptx::uint32 vectors;  // address of the tile's vectors over columns in shared memory
 
   __device__ __forceinline__ EpilogueOperands(const Params& params, ptx::uint32 base, Ring<Layout::load_slots> ring,
                                               int warp, int lane)
@@ -104,8 +103,8 @@ struct EpilogueOperands {
     }
   }
 
-  /// Vectors over columns go to shared memory, a word for each column of the tile. Another warp may still read the
-  /// words of the tile before, never those before that: so there are two places, used alternately.
+  /// Copies vectors over columns to shared memory, a word for each column of the tile. Another warp may still read the
+  /// words of the previous tile, but not of an earlier one: so there are two places, used alternately.
   __device__ __forceinline__ void begin_vectors(const Tile& tile) {
     const ptx::uint32 first = base + Layout::vector_offset;
     vectors = vectors == first ? first + Layout::vector_bytes : first;
@@ -124,10 +123,10 @@ struct EpilogueOperands {
                         [&](int at) { return offset + column_of_head<access.half, access.halves>(at); });
     });
   }
-  /// `place`: from a column of the tile to its index in the array.
+  /// `place` maps a column of the tile to its index in the array.
   template <VectorAccess access, class Place>
   __device__ __forceinline__ void put_words(int vector, const Place& place) const {
-#pragma unroll  // so that loads of several vectors are on their way together
+#pragma unroll  // so that loads of several vectors are in flight together
     for (int start = 0; start < Layout::columns; start += 128) {
       const int at = start + 32 * warp + lane;
       if (at < Layout::columns)
@@ -138,15 +137,15 @@ struct EpilogueOperands {
     return vectors + 4 * (vector * Layout::columns + at);
   }
 
-  /// Returns its argument, unseen by the compiler. Otherwise the compiler keeps the products that one pass over a head
-  /// makes, such as acc * rstd, in registers for the next pass, and spills.
+  /// Returns its argument, hidden from the compiler. Otherwise the compiler keeps products of one pass over a head,
+  /// such as acc * rstd, in registers for the next pass, and spills.
   __device__ __forceinline__ int hidden(int value) const { return __shfl_sync(0xFFFFFFFFu, value, lane); }
 
   /// Loads this thread's columns of the subtile that begins `at` columns into the tile.
-  __device__ __forceinline__ void load_vectors(int at, OfColumns& of_columns) const {
-    static_for<Epilogue::row_vectors>([&](auto index) { load_words(index, at, of_columns.row_vector[index]); });
+  __device__ __forceinline__ void load_vectors(int at, OfColumns& column_words) const {
+    static_for<Epilogue::row_vectors>([&](auto index) { load_words(index, at, column_words.row_vector[index]); });
     static_for<Epilogue::head_vectors>(
-        [&](auto index) { load_words(Epilogue::row_vectors + index, at, of_columns.head_vector[index]); });
+        [&](auto index) { load_words(Epilogue::row_vectors + index, at, column_words.head_vector[index]); });
   }
   __device__ __forceinline__ void load_words(int vector, int at, Word (&word)[groups][2]) const {
 #pragma unroll
@@ -154,8 +153,8 @@ struct EpilogueOperands {
       ptx::load_pair(word_address(vector, at + 8 * j + 2 * (lane & 3)), word[j][0].f, word[j][1].f);
   }
 
-  /// Where column `at` of a half of the tile lies in an array over heads. One as wide as half a head has one word for
-  /// two interleaved columns.
+  /// The column in an array over heads of column `at` of a half of the tile. An array as wide as half a head has one
+  /// word for two interleaved columns.
   template <int half, int halves>
   __device__ __forceinline__ static int column_of_head(int at) {
     constexpr int columns = Layout::head / 2;
@@ -164,29 +163,29 @@ struct EpilogueOperands {
   template <int halves>
   static constexpr int words_shared = halves == 1 ? Layout::entry_values : 1;
 
-  /// Of the subtile that begins `at` columns after the first of a head, a block's words of rope tables: the kept ones,
-  /// or loaded into `here`.
+  /// A block's words of rope tables for the subtile that begins `at` columns after the first of a head: the kept ones,
+  /// or words loaded into `here`.
   __device__ __forceinline__ const RopeTables& rope_tables(const Tile& tile, int at, int block,
                                                            RopeTables& here) const {
     if constexpr (Config::keeps_tables) return kept_tables[block][at / Layout::subtile_n % head_subtiles];
     load_rope_tables(tile, at, block, here);
     return here;
   }
-  /// A rope table's rows are those of the tile, its columns those of half a head. The heads of a tile read the same
-  /// words, which the first brings into L1.
+  /// Loads words of rope tables, whose rows are those of the tile, and whose columns are those of half a head. The
+  /// heads of a tile read the same words, which the first head brings into L1.
   __device__ __forceinline__ void load_rope_tables(const Tile& tile, int at, int block, RopeTables& table) const {
     static_for<Epilogue::rope_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::rope_table[index];
       constexpr int width = access.halves * (Layout::head / 2);
       constexpr int shared = words_shared<access.halves>;
-      const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // lest words are kept from head to head
+      const int pair = (Epilogue::head_values > 0 ? hidden(lane) : lane) & 3;  // so that words are not kept for heads
       const int first = column_of_head<access.half, access.halves>(at + 2 * pair);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int of_tile = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
+        const int product_row = min(Layout::row(tile, warp, lane, block, r), params.m - 1);
         const int rows = access.period > 0 ? access.period : params.m;
         const long long row = (access.batched ? static_cast<long long>(tile.batch) * rows : 0) +
-                              (access.period > 0 ? of_tile % rows : of_tile);
+                              (access.period > 0 ? product_row % rows : product_row);
 #pragma unroll
         for (int j = 0; j < groups; ++j)
           load_adjacent<access.dtype, 2 / shared>(params.pointer[access.pointer], row * width + first + 8 * j / shared,
@@ -195,7 +194,7 @@ struct EpilogueOperands {
     });
   }
 
-  /// Tile operands of a box: wait for them, load one subtile after the other, give the slot back.
+  /// Tile operands of a box: `wait_tiles`, then `load_tiles` for each subtile, then `release_tiles`.
   __device__ __forceinline__ void wait_tiles() const {
     if constexpr (Epilogue::tile_loads > 0) {
       ring.wait_full(loaded);
@@ -209,12 +208,12 @@ struct EpilogueOperands {
                     subtile * Layout::subtile_n, loads[index]);
     });
   }
-  /// Gives the box's slot back to the prefetch warp. `is_fenced`: since its last load the warp has passed
+  /// Releases the box's slot to the prefetch warp. `is_fenced`: since its last load the warp has passed
   /// fence_async_proxy and __syncwarp.
   template <bool is_fenced>
   __device__ __forceinline__ void release_tiles() {
     if constexpr (Epilogue::tile_loads > 0) {
-      // The slot's next tile is written by the copy engine, another proxy than these threads' reads: an mbarrier alone
+      // The copy engine writes the slot's next tile, in another proxy than these threads' reads, and an mbarrier alone
       // does not order the two. Without the fence tiles were overwritten before they had been read, in 10 of 300
       // launches at 4096 x 4096 x 256, and in none at smaller sizes.
       if constexpr (!is_fenced) {

@@ -1,5 +1,5 @@
-// A generated Epilogue's results on their way to memory: tiles by TMA, warp by warp; of reductions one partial a tile,
-// or one for each cooperating consumer's rows of it.
+// Writes a generated Epilogue's results to memory: tiles by TMA, warp by warp; for reductions a partial result of each
+// tile, or of each cooperating consumer's rows of it.
 #pragma once
 
 #include "claims.cuh"
@@ -19,34 +19,34 @@ struct EpilogueResults {
   const Params& params;
   const ptx::uint32 base;  // this warpgroup's shared memory
   const int consumer, warp, lane;
-  const int n;  // of a half of N, where a tile has columns of both; else N
+  const int n;  // columns of a half of N, if a tile has columns of both; else N
   int store_slot = 0;
 
   __device__ __forceinline__ EpilogueResults(const Params& params, ptx::uint32 base, int consumer, int warp, int lane)
       : params(params), base(base), consumer(consumer), warp(warp), lane(lane), n(params.n / Layout::n_halves) {}
 
-  /// Before the kernel ends: the copy engine has read all that this thread asked it to store.
+  /// Waits, before the kernel ends, until the copy engine has read all boxes that this thread asked it to store.
   __device__ __forceinline__ static void finish() { ptx::tma_store_wait_read<0>(); }
 
-  /// Where a store of `variant` goes, in the tile's section.
+  /// The access of a store of `variant` in the tile's section.
   template <int variant, int store>
   __device__ __forceinline__ static TileAccess store_access(const Tile& tile) {
-    constexpr TileAccess of_first = Epilogue::tile_store[first_section_of<Epilogue>(variant)][store];
-    TileAccess access = of_first;
+    constexpr TileAccess first_access = Epilogue::tile_store[first_section_of<Epilogue>(variant)][store];
+    TileAccess access = first_access;
     if constexpr (Epilogue::sections > 1) {
       static_for<Epilogue::sections>([&](auto index) {
         constexpr int section = index;
         if constexpr (Epilogue::section[section].variant == variant) {
-          constexpr TileAccess of_section = Epilogue::tile_store[section][store];
-          if (tile.section == section) access = of_section;
+          constexpr TileAccess section_access = Epilogue::tile_store[section][store];
+          if (tile.section == section) access = section_access;
         }
       });
     }
     return access;
   }
 
-  /// Tile results of a box, each warp's own 16 rows, so without a barrier across warps: wait for a slot, put one
-  /// subtile after the other, send the box.
+  /// Tile results of a box, of each warp's own 16 rows, so that warps need no barrier: `wait_slot`, then `put_tiles`
+  /// for each subtile, then `send_tiles`.
   template <int variant>
   __device__ __forceinline__ void wait_slot() const {
     if constexpr (Epilogue::tile_stores(variant) > 0) {
@@ -89,7 +89,7 @@ struct EpilogueResults {
       store_slot = store_slot + 1 == Layout::store_slots ? 0 : store_slot + 1;
     }
   }
-  /// Whether a store's rows begin at multiples of 16 bytes in every section of its variant. Its array's do; but a
+  /// Whether a store's rows begin at multiples of 16 bytes in every section of its variant. The array's rows do, but a
   /// section may begin at any column of the array.
   template <int variant, int store>
   static constexpr bool rows_are_aligned() {
@@ -100,25 +100,26 @@ struct EpilogueResults {
     }
     return true;
   }
-  /// The first rows of a box, those of the tile's group: the copy engine would store the others too. It has an empty
-  /// group of stores for the box, since slots are told apart by how many groups are pending.
+  /// Stores the first rows of a box, those of the tile's group: the copy engine would store the others too. For the box
+  /// it gets an empty group of stores, as the number of pending groups says which slots are free.
   template <int variant>
   __device__ __forceinline__ void store_rows(const Tile& tile, int box, int block, int rows) const {
     static_for<Epilogue::tile_stores(variant)>([&](auto index) {
       const TileAccess access = store_access<variant, index>(tile);
       using Result = Box<Epilogue::tile_store[first_section_of<Epilogue>(variant)][index].dtype, Layout::box_n>;
-      constexpr int row_bytes = Result::row_bytes, of_element = row_bytes / Layout::box_n;
-      constexpr int unit = rows_are_aligned<variant, index>() ? 16 : of_element, units = row_bytes / unit;  // at a time
+      constexpr int row_bytes = Result::row_bytes, element_bytes = row_bytes / Layout::box_n;
+      constexpr int unit = rows_are_aligned<variant, index>() ? 16 : element_bytes,
+                    units = row_bytes / unit;  // at a time
       const int width = access.columns > 0 ? access.columns : (Layout::head > 0 ? 1 : access.halves) * n;
       const int column = tile.column + Layout::memory_column(access.half, box * Layout::box_n);
       const ptx::uint32 from = slot_address() + 16 * Layout::store_row_bytes(variant, index);
 #pragma unroll 1
       for (int i = lane; i < rows * units; i += 32) {
-        const int row = i / units, byte = i % units * unit, at = column + byte / of_element;
+        const int row = i / units, byte = i % units * unit, at = column + byte / element_bytes;
         if (at >= tile.column_end) continue;
         const long long element = static_cast<long long>(tile.row + 64 * block + 16 * warp + row) * width +
                                   (Layout::head > 0 ? 0 : access.half * n) + at - access.first;
-        char* const to = static_cast<char*>(params.pointer[access.pointer]) + element * of_element;
+        char* const to = static_cast<char*>(params.pointer[access.pointer]) + element * element_bytes;
         const ptx::uint32 value = from + Result::offset(row, byte / 16) + byte % 16;
         if constexpr (unit == 16) {
           *reinterpret_cast<int4*>(to) = ptx::load_16_bytes(value);
@@ -133,7 +134,7 @@ struct EpilogueResults {
     if (lane == 0) ptx::tma_store_commit();
   }
 
-  /// Zeros in the place of a tile's results.
+  /// Stores zeros in the place of a tile's results.
   template <int variant>
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
     const Subtile zeros[at_least_one(Epilogue::tile_values(variant))] = {};
@@ -153,7 +154,7 @@ struct EpilogueResults {
     if constexpr (rows_in_groups) return static_cast<const RowGroupTile&>(tile).row_end;
     return params.m;
   }
-  /// Of results and their partials; of rows in groups there is no batch, and the tile's is its group.
+  /// The batch index of results and their partials. Rows in groups have no batch: `tile.batch` is the group.
   __device__ __forceinline__ static int batch_of(const Tile& tile) { return rows_in_groups ? 0 : tile.batch; }
 
   __device__ __forceinline__ ptx::uint32 slot_address() const {
@@ -178,33 +179,34 @@ struct EpilogueResults {
     });
   }
 
-  /// Before the kernel ends: the warp's part of a reduction of all rows and columns. As many words as warps may run at
-  /// one time have the parts of those that do, again and again: so each is written, and none has to be zeroed.
+  /// Writes, before the kernel ends, the warp's partial result of a reduction of all rows and columns. The array has a
+  /// word for each warp that may run at one time. If fewer do, they write theirs repeatedly, so that none has to be
+  /// zeroed.
   template <int count>
   __device__ __forceinline__ void write_whole(const float (&total)[count]) const {
     static_for<count>([&](auto index) {
       constexpr ReductionAccess access = Epilogue::whole_reduction[index];
-      const float of_warp = combine_lanes<access.op, 31>(total[index]);
+      const float warp_total = combine_lanes<access.op, 31>(total[index]);
       const int warps = static_cast<int>(gridDim.x) * consumers * consumer_warps;
       const int first = (static_cast<int>(blockIdx.x) * consumers + consumer) * consumer_warps + warp;
 #pragma unroll 1
       for (int at = first + lane * warps; at < multiprocessors * consumers * consumer_warps; at += 32 * warps)
-        static_cast<float*>(params.pointer[access.pointer])[at] = of_warp;
+        static_cast<float*>(params.pointer[access.pointer])[at] = warp_total;
     });
   }
 
   /// Address of this warpgroup's column results: [reduction][warp][column].
-  __device__ __forceinline__ float* columns_of(int reduction, int of_warp) const {
+  __device__ __forceinline__ float* columns_of(int reduction, int warp_number) const {
     extern __shared__ unsigned char shared[];
     return reinterpret_cast<float*>(shared + (base - ptx::shared_address(shared)) + Layout::column_offset) +
-           (reduction * 4 + of_warp) * Layout::columns;
+           (reduction * 4 + warp_number) * Layout::columns;
   }
 
   /// A box's column results over this thread's rows: value 2 j + c is that of column 8 j + 2 (lane % 4) + c.
   static constexpr int values = Layout::box_n / 4;
   using OfBox = float[at_least_one(Epilogue::column_reductions)][values];
 
-  /// Combines them over the warp's rows. Each of the eight lanes that share columns ends with an eighth of them.
+  /// Combines a box's results over the warp's rows. Each of the eight lanes that share columns gets an eighth of them.
   __device__ __forceinline__ void share_columns(int box, OfBox& column_result) const {
     static_for<Epilogue::column_reductions>([&](auto index) {
       constexpr Op op = Epilogue::column_reduction[index].op;

@@ -9,8 +9,8 @@
 
 namespace coda {
 
-/// One object a consumer thread; `begin` before the tile's products, `read_ahead` while the last of them run, `visit`
-/// after them, `finish` before the kernel ends.
+/// One object for each consumer thread, which calls `begin` before a tile's products, `read_ahead` while the last of
+/// them run, `visit` after them, and `finish` before the kernel ends.
 template <class Config, class Epilogue, class Params>
 struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<(Epilogue::transposed_stores > 0)> {
   using Layout = EpilogueLayout<Config, Epilogue>;
@@ -21,11 +21,11 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
   using OfColumns = typename Operands::OfColumns;
   using RopeTables = typename Operands::RopeTables;
   static constexpr int groups = Subtile::groups;
-  // A box's slot is given back when its operands are read; an epilogue that works on a box in several subtiles does so
-  // behind its results: one fence serves both, which saves up to 0.9 % of a product back through a gate.
+  // A box's slot is released when its operands are read. An epilogue that works on a box in several subtiles releases
+  // it after its results: one fence then serves both, which saves up to 0.9 % of the product in a gate's backward pass.
   static constexpr bool releases_late = Layout::subtiles > 1;
-  // Nothing hides the epilogue of cooperative consumers. A tile's first box is read while its last products run, which
-  // also has the box's slot filled again in time: 0.3 % of a product with a residual and k = 8192.
+  // Nothing hides the epilogue of cooperative consumers. They read a tile's first box while its last products run, so
+  // that its slot is also filled again earlier: 0.3 % of a product with a residual and k = 8192.
   static constexpr bool reads_ahead =
       Layout::cooperative && Layout::column_passes == 1 && Layout::subtiles == 1 && Epilogue::tile_loads > 0;
 
@@ -39,7 +39,7 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
     const Tile& tile;
     const TileAccumulator& accumulator;
   };
-  /// A subtile of it: the block of 64 rows, the column pass, and the first column, from that of the pass.
+  /// A subtile of a tile: the block of 64 rows, the column pass, and the first column, counted from that of the pass.
   struct Place {
     int block, column_pass, first;
   };
@@ -47,7 +47,7 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
   struct Cell {
     int j, r, c;
   };
-  /// What elements are added to: the reductions along the tile's rows, and those along the columns of a box.
+  /// The totals of reductions along the tile's rows, and of those along the columns of a box.
   struct Totals {
     RowTotals& row;
     typename Results::OfBox& column;
@@ -88,7 +88,7 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
     });
   }
 
-  /// Uses the accumulator up.
+  /// Runs the epilogue of a tile, and overwrites its accumulator.
   __device__ __forceinline__ void visit(const Tile& tile, TileAccumulator& accumulator) {
     if constexpr (Epilogue::variants == 1) {
       run<0>(tile, accumulator);
@@ -135,22 +135,24 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
     results.write_columns(tile);
   }
 
-  /// Moves the accumulator of each column pass to where that of the pass before it was.
+  /// Moves the accumulator of each column pass to the registers of the pass before it.
   __device__ __forceinline__ static void move_up(TileAccumulator& accumulator) {
-    constexpr int of_half = Config::tile_n / Layout::n_halves / 2, of_pass = of_half / Layout::column_passes;
+    constexpr int half_registers = Config::tile_n / Layout::n_halves / 2,
+                  pass_registers = half_registers / Layout::column_passes;
 #pragma unroll
     for (int block = 0; block < Layout::blocks; ++block)
 #pragma unroll
       for (int half = 0; half < Layout::n_halves; ++half)
 #pragma unroll
-        for (int i = 0; i < of_half - of_pass; ++i)
-          accumulator.registers[block][half * of_half + i] = accumulator.registers[block][half * of_half + i + of_pass];
+        for (int i = 0; i < half_registers - pass_registers; ++i)
+          accumulator.registers[block][half * half_registers + i] =
+              accumulator.registers[block][half * half_registers + i + pass_registers];
   }
 
   template <int variant>
   __device__ __forceinline__ void run_column_pass(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                   RowTotals& row_total) {
-    HeadValue head_value[Layout::blocks][2];  // of the head that a subtile is in
+    HeadValue head_value[Layout::blocks][2];  // of the subtile's head
 #pragma unroll
     for (int box = 0; box < Layout::pass_boxes; ++box) {
       // 1. At a head's first box: the values of the head, from all of its columns.
@@ -158,7 +160,8 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
         if (box % Layout::head_boxes == 0)
           reduce_heads<variant>(tile, accumulator, column_pass, box * Layout::box_n, head_value);
 
-      // 2. Each block of 64 rows, subtile by subtile: operands in, results into the box's slot, which is then sent.
+      // 2. Each block of 64 rows, subtile by subtile: loads operands, and puts results into the box's slot, which is
+      //    then sent.
       typename Results::OfBox column_result;
       static_for<Epilogue::column_reductions>([&](auto index) {
 #pragma unroll
@@ -179,7 +182,7 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
       }
       if constexpr (Epilogue::transposed_stores > 0) transposed().send(tile, box_of_tile);
 
-      // 3. The box's column results, over the warp's rows.
+      // 3. The box's column results, combined over the warp's rows.
       results.share_columns(box_of_tile, column_result);
     }
   }
@@ -190,31 +193,31 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
     if constexpr (!releases_late) operands.template release_tiles<false>();
   }
 
-  /// `subtile`: of the box.
+  /// Runs the epilogue of a subtile; `subtile` is its number in the box.
   template <int variant>
   __device__ __forceinline__ void visit_subtile(const Accumulated& accumulated, const Place& place, int subtile,
                                                 const HeadValue (&head_value)[2], const Totals& totals) {
     const Tile& tile = accumulated.tile;
     const auto [block, column_pass, first] = place;
     // 1. Operands into registers.
-    OfColumns of_columns;
-    operands.load_vectors(column_pass * Layout::pass_columns + first, of_columns);
+    OfColumns column_words;
+    operands.load_vectors(column_pass * Layout::pass_columns + first, column_words);
     RopeTables here;
     const RopeTables& rope_table = operands.rope_tables(tile, first, block, here);
     Loads loads;
     Subtile stores[at_least_one(Epilogue::tile_values(variant))];
-    float whole_value[at_least_one(Epilogue::whole_reductions)][2];  // of each row, in the columns that are inside
+    float whole_value[at_least_one(Epilogue::whole_reductions)][2];  // of each row, over the columns inside the array
     static_for<Epilogue::whole_reductions>([&](auto index) {
       whole_value[index][0] = whole_value[index][1] = neutral<Epilogue::whole_reduction[index].op>();
     });
     float row_value[at_least_one(Epilogue::row_reductions)][2][2 * groups];  // of a log-sum-exp
-    // Columns of the subtile that are inside of the array: where there are reductions of all columns, whole groups.
+    // Columns of the subtile that are inside the array. With reductions of all columns they are whole groups of 8.
     const int columns_left =
         tile.column_end - tile.column - Layout::memory_column(0, column_pass * Layout::pass_columns + first);
     const bool is_ahead = reads_ahead && first == 0 && block == 0;
     if (!is_ahead) read_tiles(subtile, loads);
 
-    // 2. Each element through the generated function; its results into registers.
+    // 2. The generated function for each element; its results into registers.
 #pragma unroll
     for (int j = 0; j < groups; ++j)
 #pragma unroll
@@ -223,7 +226,7 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
         for (int c = 0; c < 2; c += Layout::entry_values) {
           typename Epilogue::Element element;
           typename Epilogue::Result result;
-          fill(element, accumulated, place, {j, r, c}, of_columns, rope_table, head_value[r]);
+          fill(element, accumulated, place, {j, r, c}, column_words, rope_table, head_value[r]);
           const bool row_is_inside = element.row < operands.params.m,
                      column_is_inside = element.column[0] < tile.column_end;
           static_for<Epilogue::tile_loads * Layout::entry_values>([&](auto index) {
@@ -286,16 +289,16 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
     return {results.params, results.base, results.consumer, results.warp, results.lane, this->transposed_slot};
   }
 
-  /// A row of this thread. In programs of halves unseen by the compiler: else it keeps predicates of all rows for a
-  /// maximum of them, and a gate spills 20 bytes in 128 x 192.
+  /// A row of this thread. In programs of halves it is hidden from the compiler, which otherwise keeps predicates of
+  /// all rows for a maximum over them, so that a gate spills 20 bytes in 128 x 192.
   __device__ __forceinline__ int row_of(const Tile& tile, int block, int r) const {
     const int lane = Layout::n_halves > 1 ? operands.hidden(operands.lane) : operands.lane;
     return Layout::row(tile, operands.warp, lane, block, r);
   }
 
-  /// All that an element's variant reads but tile operands.
+  /// Fills in all inputs of an element but tile operands.
   __device__ __forceinline__ void fill(typename Epilogue::Element& element, const Accumulated& accumulated, Place place,
-                                       Cell cell, const OfColumns& of_columns, const RopeTables& rope_table,
+                                       Cell cell, const OfColumns& column_words, const RopeTables& rope_table,
                                        const HeadValue& head_value) const {
     const auto& [tile, accumulator] = accumulated;
     const auto [block, column_pass, first] = place;
@@ -313,7 +316,7 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
                              Layout::side(half, c);
     static_for<Epilogue::row_vectors * Layout::entry_values>([&](auto index) {
       constexpr int i = index;
-      element.row_vector[i] = of_columns.row_vector[i / Layout::entry_values][j][Layout::side(i, c)];
+      element.row_vector[i] = column_words.row_vector[i / Layout::entry_values][j][Layout::side(i, c)];
     });
     static_for<Epilogue::column_vectors>(
         [&](auto index) { element.column_vector[index] = operands.column_vector[index][block][r]; });
@@ -324,27 +327,28 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
     });
     static_for<Epilogue::head_vectors * Layout::entry_values>([&](auto index) {
       constexpr int i = index;
-      element.head_vector[i] = of_columns.head_vector[i / Layout::entry_values][j][Layout::side(i, c)];
+      element.head_vector[i] = column_words.head_vector[i / Layout::entry_values][j][Layout::side(i, c)];
     });
     static_for<Epilogue::head_values>([&](auto index) { element.head_value[index] = head_value[index]; });
   }
 
   /// The values of the head that begins `first` columns into the column pass, for this thread's rows. Each pass over
-  /// the head's columns makes the values that need only those of the passes before it.
+  /// the head's columns computes values that depend only on those of earlier passes.
   template <int variant>
   __device__ __forceinline__ void reduce_heads(const Tile& tile, const TileAccumulator& accumulator, int column_pass,
                                                int first, HeadValue (&head_value)[Layout::blocks][2]) const {
-    Word of_all[at_least_one(Epilogue::scalars)];
-    static_for<Epilogue::scalars>([&](auto index) { of_all[index].i = operands.hidden(operands.scalar[index].i); });
+    Word scalar_words[at_least_one(Epilogue::scalars)];
+    static_for<Epilogue::scalars>(
+        [&](auto index) { scalar_words[index].i = operands.hidden(operands.scalar[index].i); });
     static_for<Epilogue::head_passes>([&](auto index) {
       constexpr int head_pass = index;
 #pragma unroll
       for (int block = 0; block < Layout::blocks; ++block) {
-        Word of_row[2][at_least_one(Epilogue::column_vectors)];
+        Word row_words[2][at_least_one(Epilogue::column_vectors)];
         static_for<Epilogue::column_vectors>([&](auto index) {
           constexpr int i = index;
 #pragma unroll
-          for (int r = 0; r < 2; ++r) of_row[r][i].i = operands.hidden(operands.column_vector[i][block][r].i);
+          for (int r = 0; r < 2; ++r) row_words[r][i].i = operands.hidden(operands.column_vector[i][block][r].i);
         });
         float total[2][at_least_one(Epilogue::head_values)];
         static_for<Epilogue::head_values>([&](auto index) {
@@ -354,8 +358,8 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
 #pragma unroll
         for (int subtile = 0; subtile < Layout::head_boxes * Layout::subtiles; ++subtile) {
           const int at = first + subtile * Layout::subtile_n;
-          OfColumns of_columns;
-          operands.load_vectors(column_pass * Layout::pass_columns + at, of_columns);
+          OfColumns column_words;
+          operands.load_vectors(column_pass * Layout::pass_columns + at, column_words);
           RopeTables here;
           const RopeTables& rope_table = operands.rope_tables(tile, at, block, here);
 #pragma unroll
@@ -366,11 +370,11 @@ struct EpilogueVisitor : WholeTerms<Epilogue::whole_reductions>, TransposedSlot<
               for (int c = 0; c < 2; c += Layout::entry_values) {
                 typename Epilogue::Element element;
                 float value[at_least_one(Epilogue::head_values)];
-                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, of_columns, rope_table,
+                fill(element, {tile, accumulator}, {block, column_pass, at}, {j, r, c}, column_words, rope_table,
                      head_value[block][r]);
                 static_for<Epilogue::column_vectors>(
-                    [&](auto index) { element.column_vector[index] = of_row[r][index]; });
-                static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = of_all[index]; });
+                    [&](auto index) { element.column_vector[index] = row_words[r][index]; });
+                static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = scalar_words[index]; });
                 Epilogue::template evaluate_heads<head_pass>(element, value);
                 static_for<Epilogue::head_values>([&](auto index) {
                   constexpr int i = index;

@@ -1,5 +1,5 @@
-// Between memory and a thread's registers: single words of global memory, and fragments of tiles in swizzled shared
-// memory. One warp handles 16 rows; the fragment is that of accumulator_sm90.cuh.
+// Loads and stores between memory and a thread's registers: single words of global memory, and fragments of tiles in
+// swizzled shared memory. One warp handles 16 rows; the fragment is that of accumulator_sm90.cuh.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -28,8 +28,8 @@ __device__ __forceinline__ ptx::uint32 packed(float low, float high) {
   return dtype == DType::bf16 ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
 }
 
-/// Two values of a dtype of 8 bits. Beyond its range they are the largest finite one if it `saturates`, else what XLA
-/// has there: the next byte, which is NaN (e4m3) or infinite (e5m2).
+/// Two values of a dtype of 8 bits. Beyond its range they are the largest finite one if it `saturates`, else XLA's: the
+/// next byte, which is NaN (e4m3) or infinite (e5m2).
 template <DType dtype, bool saturates>
 __device__ __forceinline__ ptx::uint16 packed_bytes(float low, float high) {
   static_assert(dtype == DType::e4m3 || dtype == DType::e5m2, "there is no conversion of this dtype");
@@ -46,8 +46,8 @@ __device__ __forceinline__ ptx::uint32 packed_bytes(float v0, float v1, float v2
 
 // ---- one value in global memory
 
-/// Not by __ldg: the array may have been written while this kernel began, and a compiler may move such loads in front
-/// of any wait; the assembler does, in front of the barrier that wakes the other consumer.
+/// A load without __ldg: the array may have been written while this kernel began, and a compiler may move such loads
+/// before any wait; the assembler moves them before the barrier that wakes the other consumer.
 template <DType dtype>
 __device__ __forceinline__ Word load_word(const void* base, long long index) {
   Word word;
@@ -61,7 +61,7 @@ __device__ __forceinline__ Word load_word(const void* base, long long index) {
   return word;
 }
 
-/// The same, or two adjacent ones at once, then from an even index of an array aligned to pairs.
+/// The same for one value, or for two adjacent ones at once, from an even index of an array aligned to pairs.
 template <DType dtype, int count>
 __device__ __forceinline__ void load_adjacent(const void* base, long long index, Word (&words)[2]) {
   const void* from = static_cast<const char*>(base) + index * bytes_of(dtype);
@@ -88,15 +88,15 @@ struct Fragment {
   float value[groups][2][2];
 };
 
-/// Columns 8 j to 8 j + 15 of a row are stored in contraction order, 0 8 1 9 2 10 ... 7 15 of them: a thread then has
-/// four that are neighbours, of groups j and j + 1.
+/// Columns 8 j to 8 j + 15 of a row are stored in contraction order, 0 8 1 9 2 10 ... 7 15 of them. A thread then has
+/// four adjacent ones, of groups j and j + 1.
 template <DType dtype, bool saturates, int columns>
 __device__ __forceinline__ ptx::uint32 word_in_order(const Fragment<columns>& fragment, int j, int r) {
   const float (&one)[2] = fragment.value[j][r], (&next)[2] = fragment.value[j + 1][r];
   return packed_bytes<dtype, saturates>(one[0], next[0], one[1], next[1]);
 }
 
-/// A box of rows of `columns` elements as TMA lays it out: the swizzle is the row's bytes, and exchanges the 16-byte
+/// A box of rows of `columns` elements in TMA's layout: the swizzle is as wide as a row, and permutes the 16-byte
 /// chunks of a row by the row's position in its group of 8. All accesses below are free of bank conflicts for types of
 /// 16 and of 8 bits.
 template <DType dtype, int columns>
@@ -104,7 +104,7 @@ struct Box {
   static constexpr int row_bytes = columns * bytes_of(dtype);
   static_assert(row_bytes == 32 || row_bytes == 64 || row_bytes == 128, "a box row is 32, 64 or 128 bytes");
 
-  /// Where a lane's chunk of the first columns lies in the box: a matrix instruction's row, or its pair of the
+  /// The offset in the box of a lane's chunk of the first columns: a matrix instruction's row, or its pair of the
   /// fragment. The chunk `bytes` further along the row is at this offset ^ bytes.
   __device__ __forceinline__ static ptx::uint32 matrix_offset(int lane) { return offset(lane & 15, lane >> 4); }
   __device__ __forceinline__ static ptx::uint32 pair_offset(int lane) {
@@ -118,7 +118,7 @@ struct Box {
     return row * row_bytes + ((chunk ^ exchange) << 4);
   }
 
-  /// The columns of the fragment, from `first` on.
+  /// Loads the columns of the fragment, from `first` on.
   template <int count>
   __device__ __forceinline__ static void load(ptx::uint32 box, int lane, int first, Fragment<count>& fragment) {
     if constexpr (bytes_of(dtype) == 1) {
@@ -181,8 +181,8 @@ struct Box {
     }
   }
 
-  /// The same of a dtype of 8 bits, in the order of the columns, pair by pair, or in contraction order by matrix
-  /// instructions.
+  /// Stores a fragment of a dtype of 8 bits: in the order of the columns, pair by pair, or in contraction order by
+  /// matrix instructions.
   template <bool contraction_order, bool saturates, int count>
   __device__ __forceinline__ static void store_bytes(ptx::uint32 box, int lane, int first,
                                                      const Fragment<count>& fragment) {

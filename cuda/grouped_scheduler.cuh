@@ -1,14 +1,14 @@
-// The order in which clusters take the tiles of grouped products, whose groups' sizes are known on the device only.
+// The order in which clusters compute the tiles of grouped products, whose groups' sizes only the device knows.
 // Rows of the factors are sorted by group; group g has rows offsets[g] .. offsets[g + 1].
 //
-//   Ragged::m   a (m, k), b (groups, k, n), out (m, n). Each group's rows are tiles of their own: the last one of a
-//               group also multiplies rows of the next, and stores only its own. Rows of no group are tiles without k
-//               blocks, which store zeros. A cluster of two takes two tiles of a group, one below the other, which
-//               share b's; of an odd last row of tiles two neighbours, and each loads its own tile of b.
-//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each of its own rows of k. The mainloop
-//               zeroes the last k block of one behind its end.
+//   Ragged::m   a (m, k), b (groups, k, n), out (m, n). Each group's rows have their own tiles: the last one also
+//               multiplies rows of the next group, but stores only its own. Rows in no group have tiles without k
+//               blocks, which store zeros. A cluster of two computes two tiles of a group that are adjacent along m and
+//               share b's; in an odd last row of tiles two adjacent along n, each of which loads its own tile of b.
+//   Ragged::k   a (k, m), b (k, n), out (groups, m, n). A batch of products, each over its own rows of k. The mainloop
+//               zeroes the rows after a product's end in its last k block.
 //
-// Whatever the offsets are, no tile reaches outside of the arrays.
+// Whatever the offsets are, no tile is outside the arrays.
 #pragma once
 
 #include "ptx_sm90.cuh"
@@ -16,10 +16,10 @@
 
 namespace coda {
 
-/// How many clusters' tiles there are: of so many rows of tiles, `pairs` of them by twos and an odd last one.
+/// The number of clusters' tiles of so many rows of tiles: `pairs` of rows, and an odd last row.
 template <int tile_m, int cluster_m>
 struct RowsOfTiles {
-  int pairs;  // of rows, or rows where clusters have one tile
+  int pairs;  // of rows, or single rows if clusters have one tile
   bool is_odd;
 
   __device__ __forceinline__ explicit RowsOfTiles(int rows) {
@@ -32,9 +32,9 @@ struct RowsOfTiles {
   }
 };
 
-/// The groups in shared memory: the row at which each begins; and for Ragged::m each segment's first cluster of tiles.
-/// Segments are the groups, the rows behind the last one, and those before the first. One warp makes it, in three steps
-/// between which it synchronises; each lane has a run of segments.
+/// The groups in shared memory: the row at which each begins, and for Ragged::m each segment's first cluster of tiles.
+/// Segments are the groups, the rows after the last one, and those before the first. One warp makes the table, in three
+/// steps between which it synchronises; each lane has a run of segments.
 template <int groups_, class Rows>
 struct GroupTable {
   static constexpr int groups = groups_, segments = groups + 2, lanes = 32;
@@ -43,21 +43,21 @@ struct GroupTable {
   ptx::uint32 address;
 
   __device__ __forceinline__ int row(int group) const { return ptx::load_word(address + 4 * group); }
-  /// The segment's first one; of `segments` how many there are.
+  /// The number of a segment's first cluster of tiles; for `segments` the number of all.
   __device__ __forceinline__ int first_cluster(int segment) const { return ptx::load_word(cluster_address(segment)); }
 
-  /// 1. Where groups begin, within the `rows` that there are.
+  /// 1. Reads the rows where groups begin, clipped to `rows`.
   __device__ __forceinline__ void read_rows(const int* offsets, int rows, int lane) const {
     for (int group = lane; group <= groups; group += lanes)
       ptx::store_word(address + 4 * group, min(max(offsets[group], 0), rows));
   }
-  /// 2. How many clusters of tiles the lane's segments have.
+  /// 2. Counts the clusters of tiles of the lane's segments.
   __device__ __forceinline__ void count_clusters(int rows, int tiles_n, int lane) const {
     int total = 0;
     for (int i = 0; i < per_lane; ++i) total += clusters(lane * per_lane + i, rows, tiles_n);
     ptx::store_word(lane_address(lane), total);
   }
-  /// 3. Where each of them begins.
+  /// 3. Writes the first cluster of each segment.
   __device__ __forceinline__ void number_clusters(int rows, int tiles_n, int lane) const {
     int next = 0;
     for (int other = 0; other < lane; ++other) next += ptx::load_word(lane_address(other));
@@ -69,7 +69,7 @@ struct GroupTable {
     if (lane == lanes - 1 && lanes * per_lane == segments) ptx::store_word(cluster_address(segments), next);
   }
 
-  /// First row of a segment, and the row behind its last one, of an array with so many.
+  /// First row of a segment, and the row after its last one, in an array of so many rows.
   __device__ __forceinline__ int begin(int segment) const { return segment <= groups ? row(segment) : 0; }
   __device__ __forceinline__ int end(int segment, int rows) const {
     return segment < groups ? row(segment + 1) : segment == groups ? rows : row(0);
@@ -78,7 +78,7 @@ struct GroupTable {
   __device__ __forceinline__ int size(int segment, int rows) const {
     return max(end(segment, rows) - begin(segment), 0);
   }
-  /// The segment that has this cluster of tiles: the last that does not begin behind it, for empty ones begin where the
+  /// The segment of this cluster of tiles: the last that does not begin after it, as an empty segment begins where the
   /// next one does.
   __device__ __forceinline__ int segment_of(int cluster) const {
     int found = 0;
@@ -100,7 +100,7 @@ struct GroupTable {
   }
 };
 
-/// Ragged::m: the tiles of one segment after the other, in bands as `Scheduler` has them.
+/// Ragged::m: the tiles of one segment after the other, in the bands of `Scheduler`.
 template <class Config, int columns, class Epilogue>
 struct RowGroupScheduler {
   using Work = WorkOn<RowGroupTile>;
@@ -139,7 +139,7 @@ struct RowGroupScheduler {
   __device__ __forceinline__ int total(int) const { return table.first_cluster(Table::segments); }
   __device__ __forceinline__ Work work(int i, int rank) const { return claimed(i * clusters() + cluster(), rank); }
 
-  /// The k blocks of a tile of this number: none of one whose rows are in no group.
+  /// The k blocks of the tile with this number: 0 if its rows are in no group.
   __device__ __forceinline__ int blocks_of(int index) const {
     return index < table.first_cluster(Config::groups) ? k_blocks : 0;
   }
@@ -158,15 +158,15 @@ struct RowGroupScheduler {
       index_m = (first_row + in_band - index_n * rows) * Config::cluster_m + rank;
     }
     const int row = table.begin(segment) + index_m * Config::tile_m;
-    const int row_end = index_n < tiles_n ? table.end(segment, m) : row;  // of an odd number of tiles the last has none
+    const int row_end = index_n < tiles_n ? table.end(segment, m) : row;  // no rows after an odd number of tiles
     RowGroupTile tile{{row, index_n * columns, segment, index_m, index_n, 0, n}, row_end, in_odd_row >= 0};
     Bands::place_in_section(tile, index_n);
     return {tile, 0, segment < Config::groups ? k_blocks : 0};
   }
 };
 
-/// Ragged::k: the tiles of a batch, with the k blocks of its group. An empty group has one k block, all of it behind
-/// its end.
+/// Ragged::k: the tiles of a batch, with the k blocks of its group. An empty group has one k block, all of it after the
+/// group's end.
 template <class Config, int columns, class Epilogue>
 struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue> {
   using Batch = Scheduler<Config::input, Config::tile_m, columns, Config::cluster_m, false, Epilogue>;
@@ -185,13 +185,13 @@ struct KGroupScheduler : Scheduler<Config::input, Config::tile_m, columns, Confi
     __syncthreads();
   }
 
-  __device__ __forceinline__ Work work(int i, int rank) const { return of_group(Batch::work(i, rank).tile); }
+  __device__ __forceinline__ Work work(int i, int rank) const { return group_work(Batch::work(i, rank).tile); }
   __device__ __forceinline__ Work claimed(int index, int rank) const {
-    return of_group(Batch::claimed(index, rank).tile);
+    return group_work(Batch::claimed(index, rank).tile);
   }
 
  private:
-  __device__ __forceinline__ Work of_group(const Tile& tile) const {
+  __device__ __forceinline__ Work group_work(const Tile& tile) const {
     const int first_k = table.row(tile.batch), k_end = max(first_k, table.row(tile.batch + 1));
     return {{tile, first_k, k_end}, 0, max(1, (k_end - first_k + Config::tile_k - 1) / Config::tile_k)};
   }

@@ -1,7 +1,7 @@
-// The one matrix product of the library: out tiles = Epilogue(a b), for Hopper.
+// The matrix product of all kernels of the library: out tiles = Epilogue(a b), for Hopper.
 //
 // Persistent: a CTA works on tile after tile, its own (scheduler.cuh) or those that it claims (claims.cuh).
-// Warp-specialised: of its three warpgroups the first produces and two consume.
+// Warp-specialised: the first of its three warpgroups produces, and two consume.
 //
 //   warpgroup 0  warp 0     `produce`: a's and b's tiles, k block by k block, into a ring of stages in shared memory,
 //                           by the copy engine (TMA); b's to all CTAs of the cluster (multicast)
@@ -10,10 +10,10 @@
 //                           registers, gives the stage back; after the last one the epilogue
 //   warpgroup 2             `consume`, consumer 1
 //
-// The consumers share work in one of two ways. Pingpong: each takes every second tile, and while one runs its epilogue
-// the other one's products keep the tensor cores busy. Cooperative: each has half of the rows of every tile. The tile
-// can then be larger, which reads less from L2 and shared memory, but nothing hides its epilogue: for products so long
-// that the epilogue is nothing beside them.
+// The consumers share work in one of two ways. Pingpong: each computes every second tile, and while one runs its
+// epilogue the other one's products keep the tensor cores busy. Cooperative: each has half of the rows of every tile.
+// The tile can then be larger, which reads less from L2 and shared memory, but nothing hides its epilogue: this is for
+// products that are much longer than their epilogue.
 #pragma once
 
 #include "contracts.cuh"
@@ -24,8 +24,8 @@
 
 namespace coda {
 
-/// Operand tiles are made of chunks of 64 rows: of a k-major operand 64 along m or n; of an mn-major one, which has 16
-/// bits, the k of a stage, and a row is 64 along m or n.
+/// Operand tiles consist of chunks of 64 rows. The rows of a k-major operand are 64 along m or n. Those of an mn-major
+/// one, which has 16 bits, are the k of a stage, and each row is 64 elements along m or n.
 constexpr int chunk_bytes = 64 * factor_row_bytes;
 
 template <class Config, class Epilogue, class Params>
@@ -33,8 +33,8 @@ struct Gemm {
   using Layout = SharedLayout<Config, Epilogue>;
   static constexpr int n_halves = EpilogueLayout<Config, Epilogue>::n_halves;
   static constexpr bool rows_in_groups = Config::ragged == Ragged::m, k_in_groups = Config::ragged == Ragged::k;
-  // Where tiles of groups are claimed, one without a product takes a stage all the same, and a slot for operands: else
-  // nothing keeps the producer from being further ahead of a warp than there are slots for claims.
+  // Where tiles of groups are claimed, a tile without a product still uses a stage, and a slot for operands: otherwise
+  // the producer could be further ahead of a warp than there are slots for claims.
   static constexpr bool all_take_stages = rows_in_groups && Config::claims;
   using WorkScheduler = typename SchedulerOf<Config, Config::tile_n / n_halves, Epilogue, Config::ragged>::Type;
   using Work = typename WorkScheduler::Work;
@@ -93,8 +93,8 @@ struct Gemm {
     return shared + Layout::epilogue_offset + consumer * EpilogueLayout<Config, Epilogue>::bytes;
   }
 
-  /// The kernel's first steps: tensor maps are fetched, barriers set up. Meanwhile the Gemm is constructed, which takes
-  /// the scheduler some divisions; `run` waits for the barriers.
+  /// The kernel's first steps: fetches tensor maps, and sets up barriers. Meanwhile the Gemm is constructed, which
+  /// needs some divisions in the scheduler; `run` waits for the barriers.
   __device__ __forceinline__ static void initialize(const Params& params, ptx::uint32 shared) {
     if (threadIdx.x == 32) {
       for (const ptx::TensorMap& map : params.map) ptx::tma_prefetch_map(map);
@@ -119,12 +119,12 @@ struct Gemm {
     } else {
       __syncthreads();
     }
-    // 2. The next kernel may start as CTAs end; this one waits for all that earlier ones have written.
+    // 2. The next kernel may start as CTAs end; this one waits for all writes of earlier ones.
     ptx::launch_dependents();
     ptx::wait_for_earlier_kernels();
     if constexpr (Layout::is_grouped)
       scheduler.read_groups(static_cast<const int*>(params.pointer[Config::offsets]), shared + Layout::groups_offset);
-    // 3. Each warp does its part. The producer gives its registers to the consumers.
+    // 3. Each warp runs its role. The producer gives registers to the consumers.
     if (warpgroup == 0) {
       ptx::registers_decrease<24>();
       if (warp == 0 && lane == 0) produce();
@@ -177,8 +177,8 @@ struct Gemm {
   }
 
   /// The number of the cluster's i-th piece; called a piece early, so that nothing waits for the counter. A cluster
-  /// that has had its share ends, by a number that no piece has, and the grid's next one takes its place. The last
-  /// ones, as many as run at one time, stay as long as there are pieces.
+  /// that has computed its share gets a number that no piece has, and ends, and the grid's next cluster starts on its
+  /// SMs. The last clusters, as many as run at one time, run as long as there are pieces.
   __device__ __forceinline__ int take_number(int i) const {
     constexpr int counter = sizeof(params.pointer) / sizeof(void*) - 1;
     if (rank != 0) return 0;
@@ -187,14 +187,14 @@ struct Gemm {
     return may_claim ? atomicAdd(static_cast<int*>(params.pointer[counter]), 1) : total;
   }
 
-  /// Makes `number` the cluster's i-th piece; takes the next one.
+  /// Makes `number` the cluster's i-th piece, and gets the next number.
   __device__ __forceinline__ void claim(int i, int& number) const {
     claims(shared).expect(i);
     if (rank == 0) claims(shared).send(i, number);
     number = take_number(i + 1);
   }
 
-  /// How many pieces of work this CTA has: all, or where it claims them more than i if it has an i-th.
+  /// The number of this CTA's pieces of work. If it claims them: i + 1 if there is an i-th piece, else i.
   __device__ __forceinline__ int count(int i) const {
     if constexpr (Config::claims) return claims(shared).wait(i) < scheduler.total(params.batch) ? i + 1 : i;
     return scheduler.count;
@@ -203,7 +203,7 @@ struct Gemm {
   __device__ __forceinline__ int count(int i, int& next) const {
     if constexpr (Config::claims) {
       claim(i, next);
-      if (count(i) == i) {  // the last; a consumer may have to know that the next one is none, either
+      if (count(i) == i) {  // no piece i; a consumer may wait for the next number, too
         claim(i + 1, next);
         claims(shared).wait(i + 1);
       }
@@ -215,8 +215,8 @@ struct Gemm {
     return scheduler.work(i, rank);
   }
 
-  /// A k block of a's tile. Of a product with fewer rows than a tile only its `rows`: what the others' places hold is
-  /// multiplied, but its results are stored nowhere.
+  /// Loads a k block of a's tile. In a product with fewer rows than a tile only these rows are loaded: the rest of the
+  /// stage is multiplied too, but the results are not stored.
   __device__ __forceinline__ void load_a(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier) const {
     const int batch = Config::a_batched ? tile.batch : 0;
     if constexpr (k_in_groups) k += tile.first_k;
@@ -228,14 +228,14 @@ struct Gemm {
     }
   }
 
-  /// A part of a k block of b's tile, as many as a cluster has CTAs. They share b: each loads one for all of them.
+  /// Loads a share of a k block of b's tile: one of as many as a cluster has CTAs, each of which loads one for all.
   template <bool for_all>
   __device__ __forceinline__ void load_b(const WorkTile& tile, int k, ptx::uint32 target, ptx::uint32 barrier,
                                          int part) const {
     constexpr int columns = Config::tile_n / n_halves;  // of a half
     if constexpr (k_in_groups) k += tile.first_k;
     if constexpr (Config::transpose_b) {
-      // Rows of k; a box has those of one CTA's part, or of one half.
+      // Rows along k; a box has the rows of one CTA's share, or of one half.
       constexpr int boxes = Config::cluster_m > n_halves ? Config::cluster_m : n_halves;
       constexpr int rows = Config::tile_n / boxes, boxes_per_half = boxes / n_halves;
 #pragma unroll
@@ -245,7 +245,7 @@ struct Gemm {
                             tile.column + box % boxes_per_half * rows, tile.batch);
       }
     } else {
-      // Chunks of 64 columns: an equal number of them for each CTA, or else of each chunk an equal number of its rows.
+      // Chunks of 64 columns: the same number of chunks for each CTA, or else the same number of rows of each chunk.
       constexpr int chunks = Config::tile_n / 64, chunks_per_half = columns / 64;
       static_assert(columns % 64 == 0, "a half is whole chunks");
       constexpr bool by_chunk = chunks % Config::cluster_m == 0;
@@ -262,16 +262,16 @@ struct Gemm {
   template <bool for_all>
   __device__ __forceinline__ void load_b_box(ptx::uint32 target, ptx::uint32 barrier, int inner, int half, int outer,
                                              int batch) const {
-    const int of_b = Config::b_batched ? batch : 0;
+    const int b_batch = Config::b_batched ? batch : 0;
     if constexpr (for_all) {
       constexpr ptx::uint16 everyone = (1 << Config::cluster_m) - 1;
-      ptx::tma_load_multicast(target, params.map[1], barrier, inner, half, outer, of_b, everyone);
+      ptx::tma_load_multicast(target, params.map[1], barrier, inner, half, outer, b_batch, everyone);
     } else {
-      ptx::tma_load(target, params.map[1], barrier, inner, half, outer, of_b);
+      ptx::tma_load(target, params.map[1], barrier, inner, half, outer, b_batch);
     }
   }
 
-  /// How many stages the i-th piece takes, without a search for its group.
+  /// The number of stages of the i-th piece, without a search for its group.
   __device__ __forceinline__ int stages_of(int i) const {
     if constexpr (rows_in_groups) {
       if constexpr (Config::claims) return max(1, scheduler.blocks_of(claims(shared).wait(i)));
@@ -297,7 +297,7 @@ struct Gemm {
 
   __device__ __forceinline__ static int first_piece(int consumer) { return cooperative ? 0 : consumer; }
 
-  /// Piece i; its tile is this consumer's rows of it.
+  /// Piece i of work; its tile has this consumer's rows.
   __device__ __forceinline__ Work work_of(int i, int consumer) const {
     Work work = piece(i);
     if constexpr (cooperative) {
@@ -307,7 +307,7 @@ struct Gemm {
     return work;
   }
 
-  /// Whether a piece has the product of a tile: not where its rows are those of no group, which are zeros.
+  /// Whether a piece has the product of a tile. Rows in no group have none: their results are zeros.
   __device__ __forceinline__ static bool has_product(const Work& work) {
     if constexpr (rows_in_groups) return work.blocks > 0;
     return work.has_tile();
@@ -319,8 +319,8 @@ struct Gemm {
     return {static_cast<float4*>(params.pointer[last - 1]), static_cast<int*>(params.pointer[last]), warp, lane};
   }
 
-  /// A warpgroup. Both consumers walk the ring of stages in the order of the work, and in pingpong each skips the
-  /// stages of the other one.
+  /// The loop of a consumer warpgroup. Both consumers advance through the ring of stages in the order of the work, and
+  /// in pingpong each skips the stages of the other one.
   __device__ __forceinline__ void consume(int consumer) {
     EpilogueVisitor<Config, Epilogue, Params> epilogue(params, epilogue_base(consumer), load_ring(shared, consumer),
                                                        consumer, warp, lane);
@@ -370,8 +370,8 @@ struct Gemm {
         }
       }
 
-      // 4. All are issued: the other consumer's follow. While the last ones run, the epilogue's first box is read: only
-      //    of a whole tile, for cooperative consumers never have a part of one.
+      // 4. All products are issued: the other consumer's follow. While the last ones run, the epilogue's first box is
+      //    read. The tile is not split, as cooperative consumers have no split-K.
       const bool is_last = cooperative || i + 1 == count(i + 1);
       if (!is_last) wake(consumer ^ 1);
       if (!rows_in_groups || has_product(work)) epilogue.read_ahead();
@@ -385,7 +385,7 @@ struct Gemm {
       if (!rows_in_groups || has_product(work)) release(previous.slot);
       if (!is_last) at.advance(stages_of(i + 1));
 
-      // 6. Split-K: a part without the tile ends here; one with it adds the others' sums.
+      // 6. Split-K: a k slice that does not own the tile ends here; the one that does adds the others' sums.
       if constexpr (Config::split_k) {
         if (!work.has_tile()) {
           partial_tiles().send(accumulator);
@@ -431,7 +431,7 @@ struct Gemm {
     wgmma::commit();
   }
 
-  /// All products of a tile, but that the last are not waited for, nor are they in the total.
+  /// All products of a tile. The last ones are not waited for, and not yet in the total.
   __device__ __forceinline__ void multiply_promoted(int consumer, int blocks, RingPosition<Config::stages>& at,
                                                     RingPosition<Config::stages>& previous,
                                                     TileAccumulator& accumulator, Total& total) const {
@@ -455,8 +455,8 @@ struct Gemm {
     }
   }
 
-  /// Zeroes a stage's rows of k from the `first` on, in all that this consumer multiplies: of both factors, for the
-  /// other one's rows may be infinite.
+  /// Zeroes a stage's rows of k from `first` on, as far as this consumer multiplies them: in both factors, as the other
+  /// factor's rows may be infinite.
   __device__ __forceinline__ void zero_behind(int consumer, int slot, int first) const {
     const ptx::uint32 stage = shared + slot * Layout::stage_bytes;
     constexpr int chunks_of_a = Config::consumer_m / 64, chunks_of_b = Config::tile_n / 64;

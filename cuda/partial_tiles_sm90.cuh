@@ -1,4 +1,4 @@
-// Split-K's partial sums: accumulators on their way through global memory to the CTA that has the tile.
+// Split-K's partial sums: accumulators that are sent through global memory to the CTA that owns the tile.
 #pragma once
 
 #include "accumulator_sm90.cuh"
@@ -6,8 +6,9 @@
 
 namespace coda {
 
-/// A slot for every CTA, which sends one tile at most, and a flag for each of its warps, 0 when the kernel starts. A
-/// warp needs what the same warp of another CTA has sent: no barrier is involved. One object a consumer thread.
+/// A slot for every CTA, which sends at most one tile, and a flag for each of its warps, 0 when the kernel starts. A
+/// warp reads what the same warp of another CTA has sent, so that no barrier is needed. One object for each consumer
+/// thread.
 template <class Accumulator>
 struct PartialTiles {
   static constexpr int quads = Accumulator::columns / 8;  // of a thread's registers in one block
@@ -17,7 +18,7 @@ struct PartialTiles {
   int* const flags;
   const int warp, lane;
 
-  /// Writes this CTA's sums to its slot, and sets this warp's flag for the CTA that has the tile.
+  /// Writes this CTA's sums to its slot, and sets this warp's flag for the CTA that owns the tile.
   __device__ __forceinline__ void send(const Accumulator& accumulator) const {
     float4* const slot = slot_of(blockIdx.x);
 #pragma unroll
@@ -31,7 +32,7 @@ struct PartialTiles {
     if (lane == 0) ptx::store_release(flags + 4 * blockIdx.x + warp, 1);
   }
 
-  /// Adds the sums of other CTAs, in their order, once they are all there.
+  /// Waits for the sums of the other CTAs, and adds them in their order.
   __device__ __forceinline__ void add(const Others& others, Accumulator& accumulator) const {
     if (lane < others.count) {
       while (ptx::load_acquire(flags + 4 * (others.first + lane * others.stride) + warp) == 0) __nanosleep(32);

@@ -1,14 +1,14 @@
 // Promotion of the accumulator of long products into a second one.
 //
-// The tensor cores align the addends of an 8-bit product to the largest and cut them 13 bits below it, towards zero.
-// So every few k blocks the accumulator is added to a total in float32, and begins anew.
+// The tensor cores align the addends of an 8-bit product to the largest one, and truncate them 13 bits below it. So
+// every few k blocks the accumulator is added to a total in float32, and begins at zero again.
 #pragma once
 
 #include "accumulator_sm90.cuh"
 
 namespace coda {
 
-/// After how many k blocks the accumulator is added to a second one, and begins anew; 0 of a Config that does not say.
+/// After how many k blocks the accumulator is added to a second one; 0 for a Config without promotion.
 template <class Config>
 CODA_CONSTEXPR int promote_blocks() {
   if constexpr (requires { Config::promote_blocks; }) {

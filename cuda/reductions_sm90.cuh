@@ -24,9 +24,9 @@ __device__ __forceinline__ float combine_lanes(float value) {
   return value;
 }
 
-/// Combines `count` values over the lanes whose numbers differ in `bit` and the bits above it, each of which takes half
-/// of the values: half as many shuffles at each step. Returns the index of the first that this lane has in the end, in
-/// value[0] and after it.
+/// Combines `count` values over the lanes whose numbers differ in `bit` and the bits above it. At each step a lane
+/// keeps half of the values, so that each step has half as many shuffles. Returns the index of the first value that
+/// this lane has in the end, in value[0] and after it.
 template <Op op, int count, int bit, int size>
 __device__ __forceinline__ int combine_halving(int lane, float (&value)[size]) {
   if constexpr (bit == 32) {
@@ -46,9 +46,9 @@ __device__ __forceinline__ int combine_halving(int lane, float (&value)[size]) {
   }
 }
 
-/// A row reduction as one thread goes along the row.
+/// A thread's partial result of a row reduction.
 struct RowTotal {
-  float value;    // but for a log-sum-exp
+  float value;    // of any other reduction
   LogSumExp lse;  // for a log-sum-exp
 
   template <Op op>

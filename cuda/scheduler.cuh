@@ -1,6 +1,6 @@
-// The order in which clusters take tiles. Persistent: cluster c takes tiles c, c + clusters, c + 2 clusters, ...; with
-// split-K it may begin with a part of one of the tiles that would be left over. Or each takes the next one that nobody
-// has (claims.cuh), in the same order.
+// The order in which clusters compute tiles. Persistent: cluster c computes tiles c, c + clusters, c + 2 clusters, ...;
+// with split-K it may begin with a k slice of one of the tiles of the last wave. Or each claims the next tile
+// (claims.cuh), in the same order.
 #pragma once
 
 #include "epilogue_abi.cuh"
@@ -9,16 +9,16 @@
 namespace coda {
 
 /// Division by a constant of the launch, as a multiplication by its reciprocal and a correction by one. `reciprocal` is
-/// 2^32 / value or up to 2 less. A tile's place takes three quotients. The compiler's divisions would take 400 cycles,
-/// which nothing hides where consumers are cooperative.
+/// 2^32 / value or up to 2 less. A tile's position needs three quotients. The compiler's divisions would take 400
+/// cycles, which nothing hides where consumers are cooperative.
 struct Divisor {
   int value;
   unsigned reciprocal;
 
   Divisor() = default;
   __device__ __forceinline__ explicit Divisor(int value) : value(value) {
-    // 2^32 / value, taken 2^-20 too small, which is more than the errors of the division and of its two roundings. A
-    // Newton step squares that relative error, and stays below.
+    // 2^32 / value, less 2^-20 of it, which is more than the errors of the division and of its two roundings. A Newton
+    // step squares that relative error, and stays below.
     const unsigned first = static_cast<unsigned>(__fdividef(4294963200.f, static_cast<float>(value)));
     reciprocal = first + __umulhi(first, 0u - first * value);
   }
@@ -31,16 +31,16 @@ struct Divisor {
 };
 
 /// Position of one CTA's tile, or of a cooperating consumer's rows of it, in elements (row, column within a half of N;
-/// `column_end` bounds what it may write) and in its own size (for the partial reductions), and the Epilogue's section
-/// it lies in.
+/// `column_end` bounds the columns that it may write) and in tiles (for the partial reductions), and its section of the
+/// Epilogue.
 struct Tile {
   int row, column, batch;
   int index_m, index_n;
   int section, column_end;
 };
 
-/// A tile of rows in groups: `row_end` bounds what it may write. Where it `is_apart` the cluster's tiles do not share
-/// b's, and each CTA loads its own.
+/// A tile of rows in groups: `row_end` bounds the rows that it may write. If it `is_apart`, the cluster's tiles do not
+/// share b's, and each CTA loads its own.
 struct RowGroupTile : Tile {
   int row_end;
   bool is_apart;
@@ -51,8 +51,9 @@ struct KGroupTile : Tile {
   int first_k, k_end;
 };
 
-/// A tile's k blocks, or a part of them: `blocks` from `first_block` on. The CTA with the first block owns the tile: it
-/// adds the other CTAs' sums and runs the epilogue. `Tile_` is the scheduler's, for tiles of groups know more.
+/// A tile's k blocks, or a k slice of it: `blocks` from `first_block` on. The CTA with the first block owns the tile:
+/// it adds the other CTAs' sums and runs the epilogue. `Tile_` is the scheduler's, as tiles of groups have more
+/// members.
 template <class Tile_>
 struct WorkOn {
   Tile_ tile;
@@ -77,30 +78,31 @@ __device__ __forceinline__ int tiles_along_n(int n) {
   return tiles;
 }
 
-/// The order of the tiles of a (batch, m, n) output. A cluster works on `cluster_m` tiles, one below the other.
+/// The order of the tiles of a (batch, m, n) output. A cluster works on `cluster_m` tiles, adjacent along m.
 ///
 /// Bands: clusters of tiles are numbered in bands of up to `max_band` rows of clusters, down a band's column before the
-/// next column, so that the tiles that run at one time are roughly a square and share what they read. A band has only
+/// next column, so that the tiles that run at one time are roughly a square and share their operands. A band has only
 /// as many rows as L2 can hold of a (`panel_bytes`): 8 rows where two fit cost 40 % of a product with k = 24576.
 ///
 /// Split-K: the tiles of the last wave, if they occupy at most half of the clusters, are each split along k into
-/// clusters / left_over parts: at most `max_parts`, of at least `min_blocks` k blocks. Whoever has the first part of a
-/// tile waits for the others' sums. This cannot deadlock: parts are the first work of their clusters, at most one each,
-/// and the first part goes to the highest-numbered of a tile's clusters, so that it waits for CTAs that started before
-/// it and wait for nobody. All parts walk along k at one pace, and find in L2 what others have read. Stream-K, whose
-/// parts begin anywhere in k, does not: 335 us where whole tiles take 185 (2048 x 2048 x 16384).
+/// clusters / left_over slices, called parts: at most `max_parts`, of at least `min_blocks` k blocks. The CTA with the
+/// first slice of a tile waits for the others' sums. This cannot deadlock: slices are the first work of their clusters,
+/// at most one each, and the first slice goes to the highest-numbered of a tile's clusters, so that it waits for CTAs
+/// that started before it and wait for nobody. All slices advance along k at one pace, and find in L2 what others have
+/// read. Stream-K, whose slices begin anywhere in k, does not: 335 us where unsplit tiles take 185 (2048 x 2048 x
+/// 16384).
 template <DType input, int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
   using Work = WorkOn<Tile>;
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
-  static constexpr int max_parts = 8, min_blocks = 4;  // of a split tile; of a part
+  static constexpr int max_parts = 8, min_blocks = 4;  // k slices of a split tile; k blocks of a slice
   const int n;                                         // of a half, where a tile has columns of both
   const int k_blocks;
   int clusters_m;
   Divisor per_batch, per_band;     // clusters
   Divisor band;                    // clusters along m
   int count;                       // of this cluster's pieces of work
-  int split_tiles = 0, parts = 1;  // split-K: how many tiles are split, and each into how many parts
+  int split_tiles = 0, parts = 1;  // split-K: how many tiles are split, and into how many k slices each
 
   __device__ __forceinline__ Scheduler(int m, int n, int k, int k_blocks, int batch) : n(n), k_blocks(k_blocks) {
     clusters_m = ((m + tile_m - 1) / tile_m + cluster_m - 1) / cluster_m;
@@ -136,11 +138,11 @@ struct Scheduler {
     return {tile(split_tiles + (i - has_part()) * clusters() + cluster(), rank), 0, k_blocks};
   }
 
-  /// A whole tile by its number, which the cluster has claimed (claims.cuh), of `total`.
+  /// An unsplit tile by its number, of `total`, which the cluster has claimed (claims.cuh).
   __device__ __forceinline__ Work claimed(int index, int rank) const { return {tile(index, rank), 0, k_blocks}; }
   __device__ __forceinline__ int total(int batch) const { return per_batch.value * batch; }
 
-  /// The CTAs with a tile's other parts, the second part first, for the CTA with the first part.
+  /// The CTAs with a tile's other k slices, the second slice first, for the CTA with the first slice.
   __device__ __forceinline__ Others others() const {
     const int stride = split_tiles * cluster_m;
     return {static_cast<int>(blockIdx.x) - stride, -stride, parts - 1};
@@ -163,7 +165,7 @@ struct Scheduler {
   }
 
  public:
-  /// Gives a tile of the product the columns of the section that it lies in.
+  /// Sets a tile's section, and its columns within that section.
   __device__ __forceinline__ static void place_in_section(Tile& tile, int index_n) {
     if constexpr (Epilogue::sections > 1) {
       int before = 0;

@@ -8,7 +8,7 @@
 
 namespace coda {
 
-/// Shared memory: operand stages, the consumers' epilogue memory, barriers, and what is known of claims or groups.
+/// Shared memory: operand stages, the consumers' epilogue memory, barriers, and claims or the table of groups.
 template <class Config, class Epilogue>
 struct SharedLayout {
   static constexpr int a_bytes = Config::tile_m * factor_row_bytes;

@@ -1,9 +1,9 @@
 // A generated Epilogue's transposed results, (N, M): a box of the tile by TMA, for all rows of one consumer.
 //
-// A thread has rows r = 0, 1 (8 apart) and pairs of columns. Transposed matrix instructions make a 16-byte row of each
-// column: of 16-bit results a matrix has 8 rows of the product; of 8-bit results 16, in contraction order, which are
-// two rows of a thread beside each other. The warps fill a row of 128 bytes together, so a barrier comes before the box
-// is sent.
+// A thread has rows r = 0, 1 (8 apart) and pairs of columns. Transposing matrix instructions make a 16-byte row of each
+// column. With 16-bit results a matrix has 8 rows of the product; with 8-bit results 16, in contraction order, in which
+// the two rows of a thread are adjacent. The warps fill a row of 128 bytes together, so there is a barrier before the
+// box is sent.
 #pragma once
 
 #include "epilogue_layout_sm90.cuh"
@@ -29,10 +29,11 @@ struct TransposedResults {
   const int consumer, warp, lane;
   int& slot;
 
-  /// One thread sends, and none of the straight results: else it would wait for these too.
+  /// Whether this thread sends boxes: one that sends no untransposed results, as it would wait for these too.
   __device__ __forceinline__ bool is_sender() const { return warp == consumer_warps - 1 && lane == 31; }
 
-  /// Before the first is put: with one slot, the box before must have been read. With more, `send` has waited.
+  /// Waits before the first `put` of a box: with one slot, the previous box must have been read. With more, `send` has
+  /// waited.
   __device__ __forceinline__ void wait_slot() const {
     if constexpr (Layout::transposed_slots == 1) {
       if (is_sender()) ptx::tma_store_wait_read<0>();
@@ -58,7 +59,7 @@ struct TransposedResults {
     });
   }
 
-  /// After the last: sends the box, and with several slots waits until that of the next one has been read.
+  /// Sends the box after the last `put`, and with several slots waits until the next slot has been read.
   __device__ __forceinline__ void send(const Tile& tile, int box) const {
     constexpr int pending = Layout::transposed_slots > 2 ? Layout::transposed_slots - 2 : 0;
     ptx::fence_async_proxy();
@@ -124,8 +125,8 @@ struct TransposedResults {
     }
   }
 
-  /// Of a group's first column rows 0 and 8, which are neighbours in contraction order, then of its second column.
-  /// Where the same values are stored as they are too, in words that are made of the same conversions.
+  /// A word of rows 0 and 8 of a group's first column, which are neighbours in contraction order, then of its second
+  /// column. If the same values are also stored untransposed, both words come from the same conversions.
   template <TransposedAccess access>
   __device__ __forceinline__ static ptx::uint32 word_of_rows(const Subtile& values, int j) {
     constexpr TileAccess straight = straight_of<access>();

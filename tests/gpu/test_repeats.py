@@ -163,8 +163,8 @@ FAULTS = {
         (
             ("vectors = vectors == first ? first + Layout::vector_bytes : first;", "vectors = first;"),
             (
-                "void load_vectors(int at, OfColumns& of_columns) const {",
-                "void load_vectors(int at, OfColumns& of_columns) const {\n if (warp == 3) __nanosleep(4000);",
+                "void load_vectors(int at, OfColumns& column_words) const {",
+                "void load_vectors(int at, OfColumns& column_words) const {\n if (warp == 3) __nanosleep(4000);",
             ),
         ),
         program="bias_gelu",
