@@ -15,7 +15,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import add_residual, array
 from flax_layers.as_block import check_residual
 from flax_layers.fp8 import History
-from flax_layers.linear import Linear, added, is_linear, mapped_together
+from flax_layers.linear import added, is_linear, mapped_together
 from flax_layers.project import project
 from flax_layers.residual import Sum
 
@@ -102,7 +102,7 @@ def have_kernels(*layers: Any) -> bool:
 def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda.Value) -> Any:
     """layer(x) for a Linear or a module in its place; for a value it is a Linear or an adapter of one."""
     if not isinstance(x, coda.Value):
-        return layer(x if isinstance(layer, Linear) else array(x))
+        return layer(x if is_linear(layer) else array(x))
     if is_linear(layer):
         return mapped_together([layer], x)
     adapter = LowRank.of(layer)

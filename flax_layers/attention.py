@@ -293,7 +293,7 @@ class Attention(nnx.Module):
     ) -> list[jax.Array]:
         """q (..., T, H Dh), k and v (..., T, Hkv Dh), or `keys_values`, of a layer that is not one block."""
         layers = self._projections()
-        if why_not_linears(layers) is None:
+        if why_not_linears(self, layers) is None:
             dtype = dtype_of_products(layers, x)
             blocks: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, keys_values, dtype=dtype)
             return blocks

@@ -156,7 +156,7 @@ class CrossAttention(Attention):
     def _keys_values(self, context: jax.Array) -> list[jax.Array]:
         """k and v, (..., S, Hkv Dh)."""
         layers = [self.key, self.value]
-        if why_not_linears(layers) is None:
+        if why_not_linears(self, layers) is None:
             dtype = dtype_of_products(layers, context)
             result: list[jax.Array] = called(self, on_values.key_value, context, None, dtype=dtype)
             return result

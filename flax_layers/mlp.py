@@ -55,7 +55,7 @@ class _FeedForward(nnx.Module):
         target = Sum.of(residual, x)
         if (reason := why_not(self, x)) is None:
             return called(self._in_block(), _lines, x, target, dtype=dtype_of_products([self], x))
-        if why_not_linears(self._ups()) is None:
+        if why_not_linears(self, self._ups()) is None:
             hidden = called(self._in_block(), _hidden_lines, x, None, dtype=dtype_of_products([self], x))
         else:
             zs = [mapped(up, x) for up in self._ups()]

@@ -51,16 +51,31 @@ def why_not(layer: Any, x: Any) -> Reason | None:
     if not accepts_values(layer):
         text = f"a {type(layer).__name__} does not take the values of a block"
         return Reason(text, "A coda.block takes the lines of a layer of your own")
-    return why_not_linears(layer._linears()) or why_not_one_dtype([layer], x)
+    return why_not_linears(layer) or why_not_one_dtype([layer], x)
 
 
-def why_not_linears(layers: Sequence[Any]) -> Reason | None:
-    """`why_not` of modules in the place of Linears."""
-    other = next((type(one).__name__ for one in layers if not have_kernels(one)), None)
+def why_not_linears(layer: Any, linears: Sequence[Any] | None = None) -> Reason | None:
+    """`why_not` of a layer's modules in the place of Linears, all of them or these."""
+    other = next((one for one in (layer._linears() if linears is None else linears) if not have_kernels(one)), None)
     if other is None:
         return None
-    remedy = "Keep a flax_layers.Linear, or a low-rank adapter of one, there"
-    return Reason(f"a {other} stands in the place of a Linear", remedy)
+    remedy = (
+        "Keep a flax_layers.Linear, or a low-rank adapter of one, there. What logs an array may override the __call__ "
+        "of the block or of its norm"
+    )
+    return Reason(_no_linear(layer, other), remedy)
+
+
+def _no_linear(layer: Any, other: Any) -> str:
+    """Says which module of a layer stands in the place of a Linear, and what it is."""
+    name, kind = next((name for name, value in vars(layer).items() if value is other), "a module"), type(other)
+    if isinstance(other, Linear):
+        what = f"a {kind.__name__}, a flax_layers.Linear with a __call__ of its own"
+    elif kind.__name__ == "Linear":
+        what = f"{kind.__module__.partition('.')[0]}'s Linear, no flax_layers.Linear"
+    else:
+        what = f"a {kind.__name__}, no flax_layers.Linear"
+    return f"{type(layer).__name__}.{name} is {what}"
 
 
 def why_not_one_dtype(modules: Sequence[Any], x: Any) -> Reason | None:
@@ -72,7 +87,10 @@ def why_not_one_dtype(modules: Sequence[Any], x: Any) -> Reason | None:
 
 def apart(x: jax.Array, reason: Reason) -> jax.Array:
     """x, with a note for GPUs and `coda.explain` why the layer that makes it is not one block."""
-    message = f"{reason.text}: its layer is not one block, and norm, activation or their backward passes are passes"
+    message = (
+        f"{reason.text}: its layer is not one block. Its products are kernels all the same, but norm, rotary, "
+        "activation or their backward passes are passes of XLA's around them"
+    )
     return noted(x, "flax_layers", message, reason.remedy)
 
 
@@ -103,16 +121,15 @@ def check_call(layer: Any, layers: Sequence[Any], **options: Any) -> None:
     Raises:
       TypeError: an option that is not None; a module that is neither a Linear nor a low-rank adapter of one.
     """
-    name = type(layer).__name__
     for option, value in options.items():
         if value is not None:
             rule = "write the sum, x + layer(h)" if option == "residual" else "call it with an array"
-            raise TypeError(f"{name}: {option} is given beside a value of a coda.block; {rule}")
+            raise TypeError(f"{type(layer).__name__}: {option} is given beside a value of a coda.block; {rule}")
     for one in layers:
         if not have_kernels(one):
             raise TypeError(
-                f"{name}: a {type(one).__name__} stands in the place of a Linear; for a value of a coda.block it must "
-                "be a flax_layers.Linear, or an nnx.LoRA or nnx.LoRALinear of a Linear"
+                f"{_no_linear(layer, one)}; for a value of a coda.block it must be one, or an nnx.LoRA or "
+                "nnx.LoRALinear of a Linear"
             )
 
 

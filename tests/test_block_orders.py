@@ -454,6 +454,17 @@ def test_layers_in_a_block_of_ones_own():
     assert_close(*(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(X) for f in (of_block, expected)), 1e-4)
 
 
+class Logged(layers.Linear):
+    """A Linear whose own call sees an array, whatever stands before it."""
+
+    def __init__(self, inputs, features):
+        super().__init__(inputs, features, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        assert isinstance(x, jax.Array)
+        return super().__call__(x)
+
+
 class Doubled(nnx.Module):
     """In the place of a Linear."""
 
@@ -491,12 +502,12 @@ MOE = layers.MoE(D, F, 2, 1, rngs=nnx.Rngs(0))
         (
             lambda: in_block(replaced("mlp", down=Doubled(F, D)).mlp),
             TypeError,
-            "GatedMLP: a Doubled stands in the place of a Linear",
+            "GatedMLP.down is a Doubled, no flax_layers.Linear; for a value of a coda.block it must be one",
         ),
         (
             lambda: in_block(replaced("attention", qkv=Doubled(D, 32)).attention),
             TypeError,
-            "Attention: a Doubled stands in the place of a Linear",
+            "Attention.qkv is a Doubled, no flax_layers.Linear; for a value",
         ),
         (lambda: in_block(MOE), TypeError, "MoE: x is a value of a coda.block; its router takes arrays"),
         (
@@ -532,10 +543,13 @@ def test_errors_name_the_layer_and_the_rule(call, error, message):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: replaced("mlp", down=Doubled(F, D)), "a Doubled stands in the place of a Linear"),
-        (lambda: replaced("mlp", gate_up=Doubled(D, 2 * F)), "a Doubled stands in the place of a Linear"),
-        (lambda: replaced("attention", out=Doubled(D, D)), "a Doubled stands in the place of a Linear"),
-        (lambda: replaced("attention", qkv=Doubled(D, 32)), "a Doubled stands in the place of a Linear"),
+        (lambda: replaced("mlp", down=Doubled(F, D)), "GatedMLP.down is a Doubled, no flax_layers.Linear"),
+        (lambda: replaced("mlp", gate_up=Doubled(D, 2 * F)), "GatedMLP.gate_up is a Doubled"),
+        (lambda: replaced("attention", out=Doubled(D, D)), "Attention.out is a Doubled"),
+        (
+            lambda: replaced("attention", qkv=Logged(D, 32)),
+            "Attention.qkv is a Logged, a flax_layers.Linear with a __call__",
+        ),
         (lambda: replaced("", mlp=MOE), "a MoE does not take the values of a block"),
         (lambda: replaced("", attention=Mixed()), "a Mixed does not take the values of a block"),
         (

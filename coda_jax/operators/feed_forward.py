@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,10 @@ class gated:
         dgate = activation'(gate) * up * dh,   dup = activation(gate) * dh
 
     Args:
-      activation: a function, elementwise, of float32 arrays.
+      activation: an elementwise function of one float32 array.
+
+    Raises:
+      TypeError: activation is no function of one array.
     """
 
     activation: Activation
@@ -39,6 +43,16 @@ class gated:
     def __post_init__(self) -> None:
         if not callable(self.activation):
             raise TypeError(f"gated: activation = {self.activation!r}; it must be a function")
+        try:
+            inspect.signature(self.activation).bind(None)
+        except ValueError:  # it says nothing of its arguments
+            pass
+        except TypeError:
+            name = getattr(self.activation, "__name__", self.activation)
+            raise TypeError(
+                f"gated: activation = {name} cannot be called with one array, the gate; it must be a function of that, "
+                "by which up is multiplied. A function of both is a map of a coda.block: (x @ w).map(f)"
+            ) from None
 
     def __call__(self, z: jax.Array) -> jax.Array:
         gate, up = jnp.split(z, 2, axis=1)
@@ -130,7 +144,7 @@ def mlp(
       w_down: (F, D), F a multiple of 8 for the kernel.
       up_bias: (F,) or (2F,), as w_up's columns.
       down_bias: (D,).
-      activation: a function of float32 arrays, elementwise; or `gated(function)`. Arrays that it closes over have
+      activation: an elementwise function of one float32 array; or `gated(function)`. Arrays that it closes over have
         gradients. One that is not local to tiles is a pass of XLA's, with a note.
       residual: the summand: True for x, whose cotangent is then added in the epilogue of the product that makes dx;
         False for nothing; or another array (..., D) or Stream.
@@ -205,7 +219,7 @@ def gated_mlp(
       norm: of x (..., D), the residual stream.
       w_gate_up: (D, 2F), (D, 2, F) or a pair of (D, F), as `mlp`'s w_up; F a multiple of 8 for the kernel.
       w_down: (F, D).
-      activation: a function, elementwise, of float32 arrays.
+      activation: an elementwise function of one float32 array.
       residual, dtype, hidden_sharding, keep_weights, implementation: as in `mlp`, which says what is returned and
         raised.
     """

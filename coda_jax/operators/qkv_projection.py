@@ -44,13 +44,13 @@ def _joined(q: jax.Array, k: jax.Array, v: jax.Array, *, ends: Sequence[int]) ->
 
 
 def _turned(
-    z: jax.Array, cos: jax.Array | None, sin: jax.Array | None, scale: jax.Array | None, *, of_head: Head
+    z: jax.Array, cos: jax.Array | None, sin: jax.Array | None, scale: jax.Array | None, *, head: Head
 ) -> jax.Array:
     """Epilogue: the heads of z (M, H Dh), normalised where there is a scale, turned where there are tables."""
     rows = z.shape[0]
-    heads = z.reshape(rows, z.shape[1] // of_head.dim, of_head.dim)
+    heads = z.reshape(rows, z.shape[1] // head.dim, head.dim)
     if scale is not None:
-        heads = _unit_heads(heads, of_head.epsilon) * _beside_heads(scale, heads.ndim)
+        heads = _unit_heads(heads, head.epsilon) * _beside_heads(scale, heads.ndim)
     if cos is not None and sin is not None:
         heads = rotary(heads, *(_repeated(table, rows) for table in (cos, sin)))
     return heads.reshape(z.shape)
@@ -71,15 +71,15 @@ def _split_and_turned(
     k_scale: jax.Array | None,
     *,
     ends: Sequence[int],
-    of_head: Head,
+    head: Head,
 ) -> list[jax.Array]:
     """Epilogue: q, k and v; with norms of heads also q and k before them, from which z is computed again."""
     q, k, v = _split(z, ends=ends)
-    turned = [_turned(x, cos, sin, scale, of_head=of_head) for x, scale in ((q, q_scale), (k, k_scale))]
+    turned = [_turned(x, cos, sin, scale, head=head) for x, scale in ((q, q_scale), (k, k_scale))]
     return [*turned, v, *(() if q_scale is None else (q, k))]
 
 
-def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: Head) -> jax.Array:
+def _turned_back(*arrays: jax.Array, ends: Sequence[int], head: Head) -> jax.Array:
     """z again, from the results of `_split_and_turned`: a rotation can be inverted, a norm cannot."""
     if len(arrays) > 5:  # with scales
         _, _, v, q, k, *_ = arrays
@@ -87,7 +87,7 @@ def _turned_back(*arrays: jax.Array, ends: Sequence[int], of_head: Head) -> jax.
         q, k, v, *tables = arrays
         if tables:
             cos, sin = tables
-            q, k = (_turned(x, cos, -sin, None, of_head=of_head) for x in (q, k))
+            q, k = (_turned(x, cos, -sin, None, head=head) for x in (q, k))
     return _joined(q, k, v, ends=ends)
 
 
@@ -122,10 +122,10 @@ def heads_apart(
     if takes_heads(head.dim):
         operands = (cos, sin, q_scale, k_scale)
         return list(
-            fused("split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, of_head=head)
+            fused("split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, head=head)
         )
     q, k, v = fused("split", _split, z, inverse=_joined, ends=ends)
-    turned = (by_xla("turned", _turned, x, cos, sin, scale, of_head=head) for x, scale in ((q, q_scale), (k, k_scale)))
+    turned = (by_xla("turned", _turned, x, cos, sin, scale, head=head) for x, scale in ((q, q_scale), (k, k_scale)))
     return [*turned, v, *([q, k] if scales else [])]
 
 
@@ -136,12 +136,12 @@ def heads_turned(x: Value, tables: Tables, scale: Value | None, head: Head) -> V
     cos, sin = tables or (None, None)
     lines = fused if takes_heads(head.dim) else by_xla
     back = _turned_again if scale is None and lines is fused else None
-    turned: Value = lines("turned", _turned, x, cos, sin, scale, inverse=back, of_head=head)
+    turned: Value = lines("turned", _turned, x, cos, sin, scale, inverse=back, head=head)
     return turned
 
 
-def _turned_again(y: jax.Array, cos: jax.Array, sin: jax.Array, *, of_head: Head) -> jax.Array:
-    return _turned(y, cos, -sin, None, of_head=of_head)
+def _turned_again(y: jax.Array, cos: jax.Array, sin: jax.Array, *, head: Head) -> jax.Array:
+    return _turned(y, cos, -sin, None, head=head)
 
 
 def _qkv_projection(

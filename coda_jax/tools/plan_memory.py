@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coda_jax.operators.head.arguments import CHUNK_BYTES, CHUNK_BYTES_BESIDE_A_COPY
 from coda_jax.operators.head.arrays import Kernel, Tokens
 from coda_jax.operators.head.chunks import chunk_size, columns_of
 from coda_jax.operators.head.exponential_head import ExponentialHead
@@ -117,7 +118,7 @@ def _head(plan: PlanCosts) -> float:
     vocabulary = sizes.vocabulary // plan.mesh["tensor"]
     columns = columns_of(vocabulary, bfloat16)
     is_cast = plan.mesh["fsdp"] > 1 or plan.param_dtype != bfloat16.name
-    logits_bytes = 2**28 if is_cast else 2**29  # `head_arguments.py`'s
+    logits_bytes = CHUNK_BYTES_BESIDE_A_COPY if is_cast else CHUNK_BYTES
     options = LossHead(vocabulary, columns, logits_bytes, False, bfloat16, "auto")
     array = jax.ShapeDtypeStruct((sizes.features, vocabulary), bfloat16)
     tokens = Tokens(jax.ShapeDtypeStruct((plan.tokens, sizes.features), bfloat16))  # type: ignore[arg-type]

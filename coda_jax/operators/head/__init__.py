@@ -1,5 +1,12 @@
-"""The head under a loss: sums over a projection's logits, a chunk of tokens at a time, and the two operators with it.
+"""The head under a loss: what a projection's logits sum up to, a chunk of tokens at a time, and two operators of it.
 
-`arguments` makes a `LossHead` and its `arrays` from an operator's arguments; `statistics` makes its sums differentiable
-functions on any mesh. `loss_head` has the algebra; `exponential_head` and `entropy_head` save a pass over the logits.
+`arguments` makes a `LossHead` and its `arrays` of an operator's arguments; `statistics` makes its sums differentiable
+functions on any mesh:
+
+    statistics     of `token_logprobs`, and of a loss of each token: keeps x, W and the sums, and makes the logits again
+                   in its backward pass: four products a chunk
+    weighted_sum   of a mean or a sum of losses, whose cotangent is a number: the forward pass forms the gradients while
+                   a chunk's logits are there, and keeps these: three products a chunk
+
+`loss_head` has the algebra; `exponential_head` and `entropy_head` spare a pass over the logits.
 """

@@ -19,6 +19,9 @@ from coda_jax.operators.multiply import multiply
 from coda_jax.operators.projection import norm_projection
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
 
+CHUNK_BYTES = 2**29  # of a chunk's logits
+CHUNK_BYTES_BESIDE_A_COPY = 2**28  # where w is cast to the compute dtype, padded, or joined with a low-rank delta
+
 LowRank = tuple[jax.Array, jax.Array]  # A (D, r), B (r, V)
 
 
@@ -49,8 +52,9 @@ def head_arguments(
     dtype = resolve_dtype(operator, dtype, array, w)
     vocabulary = vocabulary_of(w, transpose_w)
     columns = columns_of(vocabulary, dtype)
-    if chunk_bytes is None:  # a copy of w in the compute dtype may be in memory beside the logits
-        chunk_bytes = 2**29 if w.dtype == dtype and columns == vocabulary and low_rank is None else 2**28
+    if chunk_bytes is None:
+        has_copy = w.dtype != dtype or columns != vocabulary or low_rank is not None
+        chunk_bytes = CHUNK_BYTES_BESIDE_A_COPY if has_copy else CHUNK_BYTES
     cap: Any = None
     if soft_cap is not None:
         rule = "a positive number or None"

@@ -50,12 +50,12 @@ def linear_cross_entropy(
         loss[m] = lse - (1 - label_smoothing) z[m, labels[m]] - label_smoothing mean_v z[m, v] + z_loss lse^2
 
     Tokens are worked on in chunks. Where no gradient is asked for, one product a chunk gives the three sums over the
-    vocabulary in its epilogue, and logits never exist. Where one is, the epilogue keeps the chunk's exponentials for a
+    vocabulary in its epilogue, and logits never exist. Where one is, the epilogue stores the chunk's exponentials for a
     moment, of which the logits' cotangent is a multiple in each row, and two products make the chunk's dx and add to dw
     in place, in float32. (With smoothing, a cap or in other dtypes the logits are kept, and one pass makes their
     cotangent.) So the gradients are formed in the forward pass, with the weights; the backward pass scales them by the
     loss's cotangent. That of reduction="none" is not known in the forward pass: there the backward pass computes the
-    logits again, four products instead of three, the third of which gives their cotangent in its epilogue.
+    logits again, four products instead of three, the second of which gives their cotangent in its epilogue.
 
     A norm is applied on its way into the product, not in the epilogue as elsewhere: with V > D a pass over (M, D) is
     cheaper than one over w, where the scale would be folded, and as accurate.
