@@ -45,10 +45,10 @@ def _arguments(module: nnx.Module, x: Any, arrays: tuple[Any, ...], static: dict
 
 @functools.lru_cache(maxsize=256)
 def _block(name: str, lines: Callable[..., Any], dtype: np.dtype[Any]) -> Callable[..., Any]:
-    def of_values(x: Any, graphdef: Any, state: Any, arrays: Any, static: Any, rules: Any) -> Any:
+    def on_values(x: Any, graphdef: Any, state: Any, arrays: Any, static: Any, rules: Any) -> Any:
         return lines(nnx.merge(graphdef, state), x, *arrays, **dict(static))
 
-    return coda.block(dtype=dtype, name=name)(of_values)
+    return coda.block(dtype=dtype, name=name)(on_values)
 
 
 def called(layer: nnx.Module, lines: Callable[..., Any], x: Any, residual: Any, *arrays: Any, dtype: Any) -> Any:

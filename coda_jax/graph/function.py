@@ -113,18 +113,18 @@ class Graph:
     def _derivatives(self) -> dict[frozenset[Leaf], Derivative]:
         return {}
 
-    def of_whole_batch(self, size: Any) -> Graph | None:
+    def batched(self, size: Any) -> Graph | None:
         """The same graph of a batch that shares all that has no rows; None of one with an author's shardings."""
         values = reachable(self.outputs)
         sorts_rows = any(isinstance(x, Product) and x.groups is not None for x in values)  # of a batch they are not
         if self.of_batch is None or sorts_rows or any(x.spec is not None for x in values):
             return None
-        if size not in self._of_batches:
-            self._of_batches[size] = self.of_batch(size)
-        return self._of_batches[size]
+        if size not in self._batches:
+            self._batches[size] = self.of_batch(size)
+        return self._batches[size]
 
     @functools.cached_property
-    def _of_batches(self) -> dict[Any, Graph]:
+    def _batches(self) -> dict[Any, Graph]:
         return {}
 
     def derivative(self, is_differentiated: Sequence[bool] | None = None) -> Derivative:
@@ -175,8 +175,8 @@ class Derivative:
     @functools.cached_property
     def kept(self) -> list[Value]:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
-        _, of_leaves = self._derived(frozenset())
-        return kept_values(self.graph.outputs, [x for x in of_leaves if x is not None])
+        _, leaf_cotangents = self._derived(frozenset())
+        return kept_values(self.graph.outputs, [x for x in leaf_cotangents if x is not None])
 
     @functools.cached_property
     def _names(self) -> dict[Value, str]:
@@ -196,10 +196,10 @@ class Derivative:
                     elif isinstance(x, Map):
                         open_ += [of for of in x.inputs if of.is_tile]
         for step in self.forward_plan.steps:
-            of_tiles = [names[x] for x in step.stores if x.is_tile and x in names]
-            for x in step.stores if of_tiles else []:
+            tile_names = [names[x] for x in step.stores if x.is_tile and x in names]
+            for x in step.stores if tile_names else []:
                 if not x.is_tile:
-                    names.setdefault(x, of_tiles[0])
+                    names.setdefault(x, tile_names[0])
         return names
 
     @functools.cached_property
@@ -209,18 +209,18 @@ class Derivative:
     def backward(self, absent: frozenset[int] = frozenset()) -> BackwardPass:
         """The backward pass where the cotangents of these outputs are zeros."""
         if absent not in self._passes:
-            cotangents, of_leaves = self._derived(absent)
-            plan = Plan([x for x in of_leaves if x is not None], self.kept)
-            self._passes[absent] = BackwardPass(cotangents, of_leaves, plan)
+            cotangents, leaf_cotangents = self._derived(absent)
+            plan = Plan([x for x in leaf_cotangents if x is not None], self.kept)
+            self._passes[absent] = BackwardPass(cotangents, leaf_cotangents, plan)
         return self._passes[absent]
 
     @functools.cached_property
-    def _of_absent(self) -> dict[frozenset[int], tuple[list[Leaf | None], list[Value | None]]]:
+    def _derivations(self) -> dict[frozenset[int], tuple[list[Leaf | None], list[Value | None]]]:
         return {}
 
     def _derived(self, absent: frozenset[int]) -> tuple[list[Leaf | None], list[Value | None]]:
         """The outputs' cotangents and the leaves', derived once."""
-        if absent not in self._of_absent:
+        if absent not in self._derivations:
             graph = self.graph
             each = enumerate(zip(graph.outputs, graph.out_dtypes, strict=True))
             given = [
@@ -229,8 +229,8 @@ class Derivative:
             ]
             wanted = [x for x in graph.leaves if x in self.leaves]
             found = dict(zip(wanted, cotangents_of(graph.outputs, given, wanted), strict=True))
-            self._of_absent[absent] = given, [found.get(x) for x in graph.leaves]
-        return self._of_absent[absent]
+            self._derivations[absent] = given, [found.get(x) for x in graph.leaves]
+        return self._derivations[absent]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,12 +239,12 @@ class BackwardPass:
 
     Attributes:
       cotangents: of the outputs; None where they are zeros.
-      of_leaves: None where there is none.
+      leaf_cotangents: None where there is none.
       plan: makes the others.
     """
 
     cotangents: list[Leaf | None]
-    of_leaves: list[Value | None]
+    leaf_cotangents: list[Value | None]
     plan: Plan
 
 
@@ -267,7 +267,7 @@ class _Backward(Backward):
         known |= dict(zip(again, lax.optimization_barrier([known[x] for x in again]), strict=True))
         given = zip(backward.cotangents, cotangents, strict=True)
         known |= {leaf: x for leaf, x in given if leaf is not None}
-        each = list(zip(backward.of_leaves, arrays, strict=True))
+        each = list(zip(backward.leaf_cotangents, arrays, strict=True))
         dtypes = [x.dtype for of, x in each if of is not None]
         options = graph.pass_options(backward.plan, "backward")
         made = iter(run(backward.plan, known, out_dtypes=dtypes, **options))
@@ -275,26 +275,28 @@ class _Backward(Backward):
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
         """The pass of more rows, where the batch shares all that has no rows."""
-        whole = self.graph.of_whole_batch(size)
+        whole = self.graph.batched(size)
         # JAX gives one cotangent for all of an output that the batch shares.
         given = jax.tree.map(lambda x, has_batch: x if has_batch else _first_of(size, x), cotangents, batched[1])
-        (arrays, values, derivative), (of_arrays, of_values, _) = kept, batched[0]
+        (arrays, values, derivative), (has_batch, value_has_batch, _) = kept, batched[0]
         if whole is not None:
-            of_whole = whole.derivative([x in derivative.leaves for x in self.graph.leaves])
-            arrays = _of_batch(size, whole.leaves, arrays, of_arrays)
-            values = _of_batch(size, of_whole.kept, values, of_values)
+            whole_derivative = whole.derivative([x in derivative.leaves for x in self.graph.leaves])
+            arrays = _with_batch(size, whole.leaves, arrays, has_batch)
+            values = _with_batch(size, whole_derivative.kept, values, value_has_batch)
             if arrays is not None and values is not None:
-                return OfBatch(_Backward(whole), (arrays, values, of_whole), given, list(map(has_rows, whole.leaves)))
+                return OfBatch(
+                    _Backward(whole), (arrays, values, whole_derivative), given, list(map(has_rows, whole.leaves))
+                )
         if all(jax.tree.leaves(batched[1])):
             return None
         axes = jax.tree.map(lambda has_batch: 0 if has_batch else None, batched[0])
 
         def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
             found = jax.vmap(self, in_axes=(axes, 0), axis_size=size)(kept, cotangents)
-            each = zip(found, of_arrays, strict=True)
+            each = zip(found, has_batch, strict=True)
             return tuple(x if x is None or has_batch else jnp.sum(x, axis=0) for x, has_batch in each)
 
-        return OfBatch(backward, kept, given, list(of_arrays))
+        return OfBatch(backward, kept, given, list(has_batch))
 
 
 def _first_of(size: Any, x: jax.Array) -> jax.Array:
@@ -302,7 +304,9 @@ def _first_of(size: Any, x: jax.Array) -> jax.Array:
     return jnp.concatenate([x[None], jnp.zeros_like(x, shape=(size - 1, *x.shape))])
 
 
-def _of_batch(size: Any, values: Sequence[Value], arrays: Sequence[Any], has_batch: Sequence[Any]) -> list[Any] | None:
+def _with_batch(
+    size: Any, values: Sequence[Value], arrays: Sequence[Any], has_batch: Sequence[Any]
+) -> list[Any] | None:
     """The arrays of a batch, those of rows with its axis; None where one that has no rows differs in it."""
     made = []
     for value, x, flags in zip(values, arrays, has_batch, strict=True):
@@ -341,5 +345,7 @@ def graph_of(
 def _leaf(x: Any, rows: tuple[Any, ...]) -> Leaf:
     if not isinstance(x.dtype, np.dtype) or x.dtype.name not in TABLE:
         raise TypeError(f"graph: an array of shape {x.shape} has dtype {x.dtype}; it must be {listed(list(TABLE))}")
-    of_rows = bool(rows) and len(x.shape) > len(rows) and same_shape(x.shape[: len(rows)], rows)
-    return Leaf((math.prod(rows), *x.shape[len(rows) :]) if of_rows else x.shape, x.dtype, has_rows=of_rows)
+    has_rows_in_front = bool(rows) and len(x.shape) > len(rows) and same_shape(x.shape[: len(rows)], rows)
+    return Leaf(
+        (math.prod(rows), *x.shape[len(rows) :]) if has_rows_in_front else x.shape, x.dtype, has_rows=has_rows_in_front
+    )

@@ -127,8 +127,8 @@ class _Run:
             made = self._in_pass(value) if value not in self.arrays and isinstance(value, Map | Turned) else None
             if not isinstance(made, Pieces):
                 return [self.known(value)]
-            of_rows = self.rows if self.rows and has_rows(value) else made.parts[0].shape[:1]
-            arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*of_rows, -1) for x in made.parts]
+            row_sizes = self.rows if self.rows and has_rows(value) else made.parts[0].shape[:1]
+            arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*row_sizes, -1) for x in made.parts]
             self.parts[value] = [x.astype(self.dtype_of(value)) for x in arrays]
         return self.parts[value]
 

@@ -51,10 +51,10 @@ def run_operator(
 
 @functools.lru_cache(maxsize=256)
 def _block(name: str, lines: Callable[..., Any], dtype: np.dtype[Any], implementation: str) -> Block:
-    def of_values(*arguments: Any, **static: Static) -> Any:
+    def on_values(*arguments: Any, **static: Static) -> Any:
         return lines(*arguments, **{key: of.value for key, of in static.items()})
 
-    return Block(of_values, dtype, None, name, implementation)
+    return Block(on_values, dtype, None, name, implementation)
 
 
 def norm_value(norm: Any) -> NormedValue:

@@ -274,32 +274,32 @@ class _ProductBackward(Backward):
     pullback: Callable[..., Pullback]
 
     def check(self, arguments: Sequence[Any], is_differentiated: Sequence[bool]) -> None:
-        of_a, factors = len(self.spec.matrices.a), self.spec.matrices.num_factors
+        num_a, factors = len(self.spec.matrices.a), self.spec.matrices.num_factors
         for i, (x, differentiated) in enumerate(zip(arguments[:factors], is_differentiated, strict=False)):
             if differentiated:
-                check_gradient(f"{self.spec.function} '{self.spec.name}'", "a" if i < of_a else "b", x)
+                check_gradient(f"{self.spec.function} '{self.spec.name}'", "a" if i < num_a else "b", x)
 
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
-        dacc, darguments = self._of_epilogue(kept, cotangents)
-        return (*self._of_factors(kept, dacc), *darguments)
+        dacc, darguments = self._epilogue_cotangents(kept, cotangents)
+        return (*self._factor_cotangents(kept, dacc), *darguments)
 
     def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> OfBatch | None:
         """A batch of a with one b: da is a product of all rows, db one that sums over them."""
         matrices = self.spec.matrices
-        of_a, *of_b = batched[0][0]
-        if self.options.transpose_a or self.options.ragged or len(matrices.a) > 1 or not of_a or any(of_b):
+        a_batched, *b_batched = batched[0][0]
+        if self.options.transpose_a or self.options.ragged or len(matrices.a) > 1 or not a_batched or any(b_batched):
             return None
         axes = jax.tree.map(lambda has_batch: 0 if has_batch else None, batched)
-        of_epilogue = jax.vmap(self._of_epilogue, in_axes=axes, axis_size=size)
+        batched_epilogue = jax.vmap(self._epilogue_cotangents, in_axes=axes, axis_size=size)
 
         def backward(kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
-            dacc, darguments = of_epilogue(kept, cotangents)
-            return (*self._of_factors(kept, dacc), *darguments)
+            dacc, darguments = batched_epilogue(kept, cotangents)
+            return (*self._factor_cotangents(kept, dacc), *darguments)
 
         num_operands = len(matrices.arguments) - matrices.num_factors
-        return OfBatch(backward, kept, cotangents, [True, *[False] * len(of_b), *[True] * num_operands])
+        return OfBatch(backward, kept, cotangents, [True, *[False] * len(b_batched), *[True] * num_operands])
 
-    def _of_epilogue(self, kept: Any, cotangents: Sequence[Any]) -> tuple[jax.Array, list[jax.Array | None]]:
+    def _epilogue_cotangents(self, kept: Any, cotangents: Sequence[Any]) -> tuple[jax.Array, list[jax.Array | None]]:
         """The cotangents of acc, with all its axes, and of the operands' arrays."""
         (factors, kept_acc, needed, offsets), options, matrices = kept, self.options, self.spec.matrices
         a, b = self._concatenated(factors)
@@ -324,7 +324,7 @@ class _ProductBackward(Backward):
         each = zip(darguments, matrices.operands, strict=True)
         return dacc, [piece for x, pieces in each for piece in _as_pieces(x, pieces, sizes)]
 
-    def _of_factors(self, kept: Any, dacc: jax.Array) -> list[jax.Array | None]:
+    def _factor_cotangents(self, kept: Any, dacc: jax.Array) -> list[jax.Array | None]:
         """The cotangents of the factors' arrays; of those of 8 bits, which have none, None."""
         factors, *_, offsets = kept
         if is_of_8_bits(factors[0].dtype):
@@ -348,20 +348,20 @@ def _factors(
     """Cotangents of a and b, each one product in its argument's layout, written in its dtype straight from float32."""
     rows, columns = num_product_axes(a, b, options)
     plain = functools.partial(_plain, options=options, offsets=offsets)
-    of_m, of_k = Dimension.M if options.ragged else None, Dimension.K if options.ragged else None
+    ragged_m, ragged_k = Dimension.M if options.ragged else None, Dimension.K if options.ragged else None
     if options.ragged is Dimension.K:  # dacc is (G, M, N), and a and b have a group's rows each
-        da = plain(b, dacc, dtype=a.dtype, like=a, k_axes=columns, transpose_b=True, ragged=of_m)
-        return da, plain(a, dacc, dtype=b.dtype, like=b, k_axes=rows, ragged=of_m)
-    of_a = functools.partial(plain, dtype=a.dtype, like=a, k_axes=columns, ragged=of_m)
-    of_b = functools.partial(plain, dtype=b.dtype, like=b, k_axes=rows, ragged=of_k)
+        da = plain(b, dacc, dtype=a.dtype, like=a, k_axes=columns, transpose_b=True, ragged=ragged_m)
+        return da, plain(a, dacc, dtype=b.dtype, like=b, k_axes=rows, ragged=ragged_m)
+    multiply_to_a = functools.partial(plain, dtype=a.dtype, like=a, k_axes=columns, ragged=ragged_m)
+    multiply_to_b = functools.partial(plain, dtype=b.dtype, like=b, k_axes=rows, ragged=ragged_k)
     if options.transpose_a:  # (K, M) = b @ dacc.T
-        da = of_a(b, dacc, transpose_a=options.transpose_b, transpose_b=True)
+        da = multiply_to_a(b, dacc, transpose_a=options.transpose_b, transpose_b=True)
     else:  # (M, K) = dacc @ b.T
-        da = of_a(dacc, b, transpose_b=not options.transpose_b)
+        da = multiply_to_a(dacc, b, transpose_b=not options.transpose_b)
     if options.transpose_b:  # (N, K) = dacc.T @ a
-        db = of_b(dacc, a, transpose_a=True, transpose_b=options.transpose_a)
+        db = multiply_to_b(dacc, a, transpose_a=True, transpose_b=options.transpose_a)
     else:  # (K, N) = a.T @ dacc
-        db = of_b(a, dacc, transpose_a=not options.transpose_a)
+        db = multiply_to_b(a, dacc, transpose_a=not options.transpose_a)
     return da, db
 
 

@@ -153,8 +153,8 @@ def gemm(
         halves=parts[0].ndim == 3 and parts[0].shape[0 if transpose_b else 1] == 2,
         out_sharding=sharding_over_explicit(out_sharding),
     )
-    of_b = parts if len(parts) > 1 else parts[0]
-    outputs, traced = product(a, of_b, operands, epilogue, checked_dtypes, options)
+    right = parts if len(parts) > 1 else parts[0]
+    outputs, traced = product(a, right, operands, epilogue, checked_dtypes, options)
     if options.out_sharding is not None:
         outputs = placed_tiles(outputs, traced.program, shape, len(leading) + 1, options.out_sharding)
     return jax.tree.unflatten(traced.out_tree, outputs)
@@ -178,13 +178,13 @@ def _product_shape(
         raise ValueError(f"gemm: b has factors of shapes {shapes}; several must be matrices with one K")
     if transpose_a and a.ndim != 2:
         raise ValueError(f"gemm: a has shape {a.shape}; with transpose_a it must be (K, M), without leading axes")
-    columns, k_of_b = (b.shape[:-1], b.shape[-1]) if transpose_b else (b.shape[1:], b.shape[0])
+    columns, k_b = (b.shape[:-1], b.shape[-1]) if transpose_b else (b.shape[1:], b.shape[0])
     n = math.prod(columns) if len(parts) == 1 else sum(x.shape[not transpose_b] for x in parts)
     *leading, m, k = (a.shape[1], a.shape[0]) if transpose_a else a.shape
-    if not same_size(k, k_of_b):
+    if not same_size(k, k_b):
         raise ValueError(
             f"gemm: a {a.shape}{' transposed' if transpose_a else ''} has K = {k}, b {b.shape}"
-            f"{' transposed' if transpose_b else ''} has K = {k_of_b}; they must be equal"
+            f"{' transposed' if transpose_b else ''} has K = {k_b}; they must be equal"
             + (". Use jax.vmap for a batch of products." if b.ndim > 2 else "")
         )
     return tuple(leading), m, n

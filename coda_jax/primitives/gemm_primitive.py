@@ -61,9 +61,9 @@ def xla_tiles(
     Args:
       in_8_bits: as `accumulate` has it.
     """
-    matrices, of_matrices = spec.matrices, spec.matrices.spec_of_matrices
-    a, b, operands = of_matrices.split(matrices.flatten(arguments))
-    flags_a, flags_b, _ = of_matrices.split(of_matrices.batched)
+    matrices, flat_spec = spec.matrices, spec.matrices.spec_of_matrices
+    a, b, operands = flat_spec.split(matrices.flatten(arguments))
+    flags_a, flags_b, _ = flat_spec.split(flat_spec.batched)
     multiply = functools.partial(
         accumulate,
         transpose_a=spec.transpose_a,
@@ -99,8 +99,8 @@ def _tiles(
     acc: jax.Array, operands: Sequence[jax.Array], sizes: FactorSizes, spec: GemmSpec
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """`xla_tiles` of an accumulator and operands that are matrices and vectors; results have these axes."""
-    of_matrices = spec.matrices.spec_of_matrices
-    flags_a, flags_b, flags = of_matrices.split(of_matrices.batched)
+    flat_spec = spec.matrices.spec_of_matrices
+    flags_a, flags_b, flags = flat_spec.split(flat_spec.batched)
 
     def matrix(acc: jax.Array, *operands: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         stores, reductions = evaluate_tiles(spec.program, acc.astype(jnp.float32), *operands)

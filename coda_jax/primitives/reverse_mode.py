@@ -202,8 +202,8 @@ class _Shardings:
             return cotangents
         moved = iter(self.shardings)
 
-        def place(of_one: Any, x: Any) -> Any:
-            shardings = [next(moved) for _ in jax.tree.leaves(of_one, is_leaf=_is_none)]
+        def place(argument_shardings: Any, x: Any) -> Any:
+            shardings = [next(moved) for _ in jax.tree.leaves(argument_shardings, is_leaf=_is_none)]
             leaves, tree = jax.tree.flatten(x, is_leaf=_is_none)
             moved_leaves = map(placed, leaves, shardings)
             return x if len(leaves) != len(shardings) else jax.tree.unflatten(tree, moved_leaves)
