@@ -39,7 +39,7 @@ DEFAULTS = {
         600, batch=16, context=128, width=128, layers=3, heads=4, dtype="float32", learning_rate=2e-2, seed=0
     ),
     "gpu": Settings(
-        700, batch=64, context=1024, width=512, layers=8, heads=8, dtype="bfloat16", learning_rate=5e-3, seed=0
+        560, batch=64, context=1024, width=512, layers=8, heads=8, dtype="bfloat16", learning_rate=5e-3, seed=0
     ),
 }
 HELP = {

@@ -21,6 +21,8 @@ from flax_layers.sharding import STREAM, constrain, constrain_parameters
 Layer = Callable[[Any], Any]
 Order = Callable[[Any, Any, Layer, Layer], Any]
 
+_FLAX_NORMS = nnx.RMSNorm, nnx.LayerNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm
+
 
 class OrderedBlock(nnx.Module):
     """A block whose subclass says in which order its layers are called.
@@ -61,6 +63,7 @@ class OrderedBlock(nnx.Module):
 
         Raises:
           ValueError: as in Attention.
+          TypeError: a norm of flax's.
         """
         block = constrain_parameters(self)
         layers = [block.attention, block.mlp]
@@ -82,6 +85,7 @@ class OrderedBlock(nnx.Module):
         has_sums: bool = True,
     ) -> tuple[Stream, KVCache | None]:
         """The stream after these layers in this order, with its statistic if has_sums, and the longer cache."""
+        _check_norms(self)
         reasons = (*(why_not(layer, stream) for layer in layers), why_not_one_dtype(layers, stream))
         reason = next(filter(None, reasons), None)
         if reason is None:
@@ -127,6 +131,16 @@ class OrderedBlock(nnx.Module):
         for name, layer in in_blocks.items():
             setattr(block, name, layer)
         return block
+
+
+def _check_norms(block: Any) -> None:
+    """Raises TypeError for a block with a norm of flax's, which takes neither a Stream nor a value."""
+    for name, module in vars(block).items():
+        if isinstance(module, _FLAX_NORMS):
+            raise TypeError(
+                f"{type(block).__name__}.{name} is flax's {type(module).__name__}; it must be a flax_layers.RMSNorm or "
+                "LayerNorm"
+            )
 
 
 def _on_values(

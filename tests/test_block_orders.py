@@ -509,6 +509,11 @@ MOE = layers.MoE(D, F, 2, 1, rngs=nnx.Rngs(0))
             TypeError,
             "Attention.qkv is a Doubled, no flax_layers.Linear; for a value",
         ),
+        (
+            lambda: replaced("", mlp_norm=nnx.RMSNorm(D, rngs=nnx.Rngs(0)))(X),
+            TypeError,
+            r"\w+.mlp_norm is flax's RMSNorm; it must be a flax_layers.RMSNorm or LayerNorm",
+        ),
         (lambda: in_block(MOE), TypeError, "MoE: x is a value of a coda.block; its router takes arrays"),
         (
             lambda: block_of("PostNormBlock")(X, positions=jnp.arange(T + 1)),
