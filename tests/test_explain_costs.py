@@ -198,6 +198,19 @@ def test_what_moves_nothing():
     assert [one.bytes for one in narrowed.passes] == [4 * 512 * 256]  # float16 rounds
 
 
+@pytest.mark.parametrize("tokens", [256, 300])
+def test_an_array_that_chunks_fill_is_kept_entire(tokens):
+    """The loss keeps the gradients of x and w; of 300 tokens the last chunk, of 44, is written behind the loop."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((tokens, 40), (40, 136))]
+
+    def loss(x, w, labels):
+        return coda.linear_cross_entropy(x, w, labels, chunk_bytes=1)[0]
+
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    kept = coda.explain(jax.value_and_grad(loss, (0, 1)), *types, labels).kept
+    assert {f"bfloat16[{tokens},40]", "float32[40,136]"} <= {one.array for one in kept}
+
+
 def test_what_is_kept():
     m, n = 512, 256
 

@@ -280,7 +280,7 @@ class _Fusion:
         for one in self._graph.operations:
             if one.is_backward:
                 for array in one.inputs:
-                    is_there = array in self._in_memory or array not in self._leaves
+                    is_there = array in self._in_memory or array not in self._leaves or _is_updated(array)
                     arrays |= dict.fromkeys([array] if is_there else self._leaves[array])
         counts = collections.Counter[Kept]()
         for array in arrays:
@@ -349,9 +349,14 @@ def _sources_of(array: Array) -> dict[Array, None]:
     return {} if array.is_constant else {array: None}
 
 
+def _is_updated(array: Array) -> bool:
+    """Whether it is an array in memory of which a slice was written in place."""
+    return array.maker is not None and array.maker.name == "dynamic_update_slice"
+
+
 def _written(array: Array) -> int:
     """The bytes that are written of an array: only those of the update if it is updated in place."""
-    if array.maker is not None and array.maker.name == "dynamic_update_slice":
+    if array.maker is not None and _is_updated(array):
         return array.maker.inputs[1].bytes
     return array.bytes
 
