@@ -68,14 +68,15 @@ def why_not_linears(layer: Any, linears: Sequence[Any] | None = None) -> Reason 
 
 def _no_linear(layer: Any, other: Any) -> str:
     """Says which module of a layer stands in the place of a Linear, and what it is."""
-    name, kind = next((name for name, value in vars(layer).items() if value is other), "a module"), type(other)
+    owner, kind = type(layer).__name__, type(other)
+    where = next((f"{owner}.{name}" for name, value in vars(layer).items() if value is other), f"A module of {owner}")
     if isinstance(other, Linear):
         what = f"a {kind.__name__}, a flax_layers.Linear with a __call__ of its own"
     elif kind.__name__ == "Linear":
         what = f"{kind.__module__.partition('.')[0]}'s Linear, no flax_layers.Linear"
     else:
         what = f"a {kind.__name__}, no flax_layers.Linear"
-    return f"{type(layer).__name__}.{name} is {what}"
+    return f"{where} is {what}"
 
 
 def why_not_one_dtype(modules: Sequence[Any], x: Any) -> Reason | None:

@@ -134,9 +134,10 @@ class OrderedBlock(nnx.Module):
 
 
 def _check_norms(block: Any) -> None:
-    """Raises TypeError for a block with a norm of flax's, which takes neither a Stream nor a value."""
+    """Raises TypeError for a block one of whose norms is flax's, which takes neither a Stream nor a value."""
+    calls = [norm.__call__ for norm in _FLAX_NORMS]
     for name, module in vars(block).items():
-        if isinstance(module, _FLAX_NORMS):
+        if name.endswith("norm") and isinstance(module, _FLAX_NORMS) and type(module).__call__ in calls:
             raise TypeError(
                 f"{type(block).__name__}.{name} is flax's {type(module).__name__}; it must be a flax_layers.RMSNorm or "
                 "LayerNorm"

@@ -102,15 +102,21 @@ def test_opaque_functions_see_how_arrays_lie():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-def test_weights_of_halves(kind):
-    """A weight (D, 2, F), of which a mesh cuts F."""
+@pytest.mark.parametrize("is_last", [False, True])
+def test_weights_of_halves(is_last, kind):
+    """A weight (D, 2, F), of which a mesh shards F; the gate may be the block's last line."""
     x, p = arguments(**SIZES)
     up = p["up"].reshape(SIZES["width"], 2, -1)
-    block = coda.block(lambda x, up, down: x + (x @ up).map(coda.gated(jax.nn.silu)) @ down, name="halves")
+
+    @coda.block(name="halves")
+    def block(x, up, down):
+        hidden = (x @ up).map(coda.gated(jax.nn.silu))
+        return hidden if is_last else x + hidden @ down
 
     def plain(x, up, down):
         gate, up = x @ up[:, 0], x @ up[:, 1]
-        return x + (jax.nn.silu(gate) * up) @ down
+        hidden = jax.nn.silu(gate) * up
+        return hidden if is_last else x + hidden @ down
 
     want = jax.grad(loss(plain), (0, 1, 2))(x, up, p["down"])
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)

@@ -544,6 +544,13 @@ def test_errors_name_the_layer_and_the_rule(call, error, message):
         call()
 
 
+def test_a_norm_of_flax_beside_the_order():
+    """It is nobody's business what other modules a block has."""
+    block = block_of("PostNormBlock")
+    block.probe = nnx.LayerNorm(D, rngs=nnx.Rngs(0))
+    assert block.probe(block(X)).shape == X.shape
+
+
 @pytest.mark.filterwarnings("default::coda_jax.FallbackWarning")
 @pytest.mark.parametrize(
     ("make", "reason"),

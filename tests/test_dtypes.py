@@ -31,7 +31,7 @@ WITH_ONE_DTYPE = {
     "epilogue/flatten.py": {"float32"},
     "epilogue/logsumexp.py": {"float32"},
     "epilogue/reductions.py": {"int32"},
-    "operators/exponential_head.py": {"bfloat16"},  # whose range is float32's
+    "operators/head/exponential_head.py": {"bfloat16"},  # whose range is float32's
     "operators/stream.py": {"float32"},  # of a sum of squares
     "primitives/gemm.py": {"float32"},  # the arrays that are added to in place
 }

@@ -302,7 +302,7 @@ def test_advice():
     x, w = array(1024, 768), array(768, 50257)
     found = coda.explain(coda.gemm, x, w, device="H200")
     (advice,) = found.advice
-    assert advice.change == "Pad n from 50257 to 50264, a multiple of 8, with zeros"
+    assert advice.change == "Pad n from 50257 to 50264, a multiple of 8, with zeros, and slice the result"
     assert "a row of 50257 bfloat16 is 100514 bytes" in advice.why and str(advice) in str(found)
     assert coda.explain(coda.gemm, x, array(768, 50264), device="H200").advice == ()
 
@@ -326,14 +326,35 @@ def test_advice():
     halves = coda.explain(
         lambda x, w: coda.gemm(x, w, epilogue=coda.gated(jax.nn.silu)), x, array(768, 2 * 1004), device="H200"
     )
-    assert halves.advice[0].change == "Pad n from 2008 to 2016, a multiple of 16, with zeros"
+    assert halves.advice[0].change == "Pad n from 2008 to 2016, a multiple of 16, with zeros, and slice the result"
+
+
+def test_advice_on_a_batch_of_products_of_few_rows():
+    """What keeps a batch of vmap from being rows of one product, where something does."""
+
+    def change(f, *arguments, axes):
+        found = coda.explain(jax.vmap(f, in_axes=axes), *arguments, device="H200").advice
+        return [one.change for one in found if one.why.startswith("bound by memory")]
+
+    def with_sums(a, b):
+        return coda.gemm(a, b, epilogue=lambda acc: (acc, jnp.sum(acc, axis=0)))
+
+    (summed,) = change(with_sums, array(4096, 1, 512), array(512, 1024), axes=(0, None))
+    assert summed == (
+        "It is a batch, by jax.vmap, of products of 1 rows each, for an output is reduced over rows: reduce the "
+        "product's result outside of it"
+    )
+    (own,) = change(coda.gemm, array(64, 8, 512), array(64, 512, 4096), axes=(0, 0))
+    assert own.endswith("of products of 8 rows each, for each has a b of its own")
+    rows = change(coda.gemm, array(4096, 1, 512), array(512, 1024), axes=(0, None))
+    assert not any("jax.vmap" in one for one in rows)
 
 
 def test_advice_on_a_layer_that_is_not_one_block():
     mlp = layers.MLP(256, 512, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     mlp.down = nnx.Linear(512, 256, rngs=nnx.Rngs(0))
     (advice,) = (one for one in coda.explain(mlp, array(1024, 256), device="H200").advice if one.about == "flax_layers")
-    assert advice.change == "Keep a flax_layers.Linear, or a low-rank adapter of one, there"
+    assert advice.change.startswith("Keep a flax_layers.Linear, or a low-rank adapter of one, there. What logs")
 
 
 def test_as_a_dict():

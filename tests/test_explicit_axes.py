@@ -351,6 +351,26 @@ def test_tiles_beside_a_product_whose_sharding_is_said(residuals):
     assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", [P(), P(None, "tensor"), P("tensor")], ids=str)
+def test_a_product_computed_again_beside_a_tile(spec):
+    """Where K is sharded, the tile decides how the product is, forward and where its gradient computes it again."""
+    mesh = mesh_of({"tensor": 4})
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((32, 64), (64, 48), (32, 48))]
+
+    def total(a, b, tile):
+        sums = coda.gemm(a, b, tile, residuals="recompute", epilogue=lambda acc, x: jax.nn.logsumexp(acc + x, axis=1))
+        return jnp.sum(sums)
+
+    gradient = jax.grad(total, (0, 1, 2))
+    want = jax.jit(gradient)(*arrays)
+    with jax.set_mesh(mesh):
+        specs = (P(None, "tensor"), P("tensor", None), spec)
+        placed = [jax.device_put(x, NamedSharding(mesh, one)) for x, one in zip(arrays, specs, strict=True)]
+        got = jax.jit(gradient)(*placed)
+    assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)
+
+
 @pytest.mark.parametrize("spec", [P(), P("data"), P("data", None, "tensor")], ids=str)
 @pytest.mark.parametrize("packed", [True, False])
 def test_hidden_activations_with_fewer_entries_than_axes(spec, packed):

@@ -64,6 +64,12 @@ def test_each_line_is_told_once():
 
 
 @needs_nvrtc
+def test_pieces_of_a_factor_are_told_as_such():
+    with pytest.warns(coda.FallbackWarning, match=r"float32\[32, 16\] @ float32\[16, 24\], float32\[16, 24\], takes"):
+        lower(lambda a, b: coda.gemm(a, (b, b)), A, B)
+
+
+@needs_nvrtc
 def test_what_is_no_fallback_passes():
     with coda.strict():
         kernel = lower(coda.gemm, *(x.update(dtype=jnp.bfloat16) for x in (A, B)))

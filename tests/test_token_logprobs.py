@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType
 
 import coda_jax as coda
@@ -120,6 +121,22 @@ def test_sums_out_of_range_are_made_again(lost, is_masked, temperature, monkeypa
     assert ran == ["loss_entropy"] * count + ["loss_sums"] * count
     monkeypatch.setattr(EntropyHead, "of", lambda head, _: head)
     np.testing.assert_array_equal(got, run())
+
+
+def test_no_tokens_and_as_many_as_are_given():
+    """None, and a number that an exported program does not know: fewer and more than are sampled."""
+    x, w, labels = of_logits(1, 200)
+
+    def f(x, w, labels):
+        return coda.token_logprobs(x, w, labels, entropy=True)
+
+    assert [y.shape for y in f(x[:0], w, labels[:0])] == [(0,), (0,)]
+    (rows,) = export.symbolic_shape("rows")
+    types = [jax.ShapeDtypeStruct((rows, *y.shape[1:]), y.dtype) for y in (x, labels)]
+    exported = export.export(jax.jit(f))(types[0], jax.ShapeDtypeStruct(w.shape, w.dtype), types[1])
+    for count in (1, 5, 130, 200):
+        got, want = exported.call(x[:count], w, labels[:count]), f(x[:count], w, labels[:count])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_that_are_masked_or_no_numbers_are_not_made_again(monkeypatch):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from coda_jax.epilogue.elementwise import OPERATIONS
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.graph.unflattened import ELEMENTWISE
 from coda_jax.jaxprs.bind import Bind, bind
 from coda_jax.jaxprs.evaluate import evaluate
 from coda_jax.primitives.mesh_types import (
@@ -25,6 +25,8 @@ from coda_jax.primitives.mesh_types import (
     vary,
     varying_axes,
 )
+
+ELEMENTWISE = frozenset(OPERATIONS) | {"convert_element_type", "copy", "add_any", "stop_gradient", "reduce_precision"}
 
 
 def on_mesh(

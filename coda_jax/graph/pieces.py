@@ -17,7 +17,8 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.graph import unflattened
-from coda_jax.graph.unflattened import ELEMENTWISE, Unflattened
+from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.graph.unflattened import Unflattened
 from coda_jax.jaxprs.bind import Bind
 from coda_jax.jaxprs.calls import CALLS
 from coda_jax.jaxprs.evaluate import evaluate

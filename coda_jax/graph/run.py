@@ -253,7 +253,7 @@ class _Run:
         """The first factor with two axes of columns where the second has them alone: a cotangent that JAX gave."""
         if not (of.transpose_b and has_halves(of.b)) or has_halves(of.a):
             return a
-        return [x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2) for x in a]
+        return [reshaped_as(x, (*x.shape[:-1], 2, x.shape[-1] // 2)) for x in a]
 
     def _is_whole(self, like: Value | None) -> bool:
         """True if what a product's result is a cotangent of is one array."""

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coda_jax.epilogue.elementwise import OPERATIONS
 from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.graph.on_mesh import ELEMENTWISE, reshaped_as
 from coda_jax.jaxprs.bind import Bind
 
-ELEMENTWISE = frozenset(OPERATIONS) | {"convert_element_type", "copy", "add_any", "stop_gradient", "reduce_precision"}
 _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 )
@@ -51,7 +50,7 @@ class Unflattened:
 
     def flat(self) -> jax.Array:
         """The matrix."""
-        return self.array.reshape(self.shape)
+        return reshaped_as(self.array, self.shape)
 
 
 def flat(x: Any) -> Any:

@@ -32,7 +32,7 @@ def kernel_tiles(
     """
     matrices, flat = spec.matrices, spec.matrices.flatten(arguments)
     spec = matrices.spec_of_matrices
-    is_folded, batch, rows = _folds(spec), spec.batch(flat), flat[0].shape[1]
+    is_folded, batch, rows = folds(spec), spec.batch(flat), flat[0].shape[1]
     if is_folded:
         flat, spec = _folded(*flat, spec=spec), spec.unbatched()
     program = spec.program
@@ -57,7 +57,7 @@ def kernel_tiles(
 def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     """The product that the lowering launches for arguments of these types."""
     types, spec = spec.matrices.flat_types(avals), spec.matrices.spec_of_matrices
-    if _folds(spec):
+    if folds(spec):
         types = jax.eval_shape(functools.partial(_folded, spec=spec), *types)
         spec = spec.unbatched()
     a, b, _ = spec.split(types)
@@ -87,7 +87,7 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
     )
 
 
-def _folds(spec: GemmSpec) -> bool:
+def folds(spec: GemmSpec) -> bool:
     """True if a batch may become rows of one product: what has it is indexed by rows, and no result mixes rows."""
     a_batched, b_batched, flags = spec.split(spec.batched)
     return (

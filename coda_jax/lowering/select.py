@@ -165,8 +165,9 @@ def report(avals: Sequence[Any], spec: GemmSpec, reason: str | None, *, strict: 
     if spec.implementation == "cuda":
         raise NotImplementedError(f"{spec.function} '{spec.name}': implementation='cuda' was asked for, but {reason}")
     if spec.implementation == "auto":
-        factors = spec.matrices.num_factors
-        types = " @ ".join(f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in avals[:factors])
+        types = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in avals[: spec.matrices.num_factors]]
+        pieces_of_a = len(spec.matrices.a)
+        factors = " @ ".join(", ".join(of) for of in (types[:pieces_of_a], types[pieces_of_a:]))
         message = f"takes its XLA form: {reason}"
-        told = f"{spec.function} '{spec.name}', {types}, {message}; coda.explain lists all, with what to change"
+        told = f"{spec.function} '{spec.name}', {factors}, {message}; coda.explain lists all, with what to change"
         warn_once(told, message, spec.site, strict=strict)

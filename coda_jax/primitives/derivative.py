@@ -111,7 +111,7 @@ def product(
         call = traced.call
         restorations.append(traced.restored)
     spec, arrays = traced.spec, primitive_arguments(traced.arrays, traced.rows, traced.spec)
-    rule = _rule(traced.epilogue, traced.acc, traced.types, spec, call.options)
+    rule = _rule(traced.epilogue, traced.acc, traced.types, spec, traced.options)
     outputs, found = rule.function(arrays)(rule.zero(arrays), *arrays), traced.epilogue
     for restored in reversed(restorations):
         outputs, found = restored(outputs, found)
@@ -151,6 +151,7 @@ class _Traced(NamedTuple):
       rows: the sizes of the axes of M.
       acc, types: the types of the product and of what follows b, as the epilogue sees them.
       spec: of the product.
+      options: with the sharding that the arrays decide.
     """
 
     epilogue: Epilogue
@@ -159,6 +160,7 @@ class _Traced(NamedTuple):
     acc: Any
     types: tuple[Any, ...]
     spec: GemmSpec
+    options: Options
 
 
 def _traced(call: _Call) -> _Traced | _Rewritten:
@@ -221,7 +223,7 @@ def _traced(call: _Call) -> _Traced | _Rewritten:
         axes,
     )
     spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
-    return _Traced(traced, arrays, rows, acc, tuple(types), spec)
+    return _Traced(traced, arrays, rows, acc, tuple(types), spec, options)
 
 
 def _rule(epilogue: Epilogue, acc: Any, types: Sequence[Any], spec: GemmSpec, options: Options) -> Rule:

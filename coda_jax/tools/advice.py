@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend import core
 
+from coda_jax.epilogue import Axis
 from coda_jax.epilogue.dtypes import FACTORS, is_of_8_bits
 from coda_jax.lowering.addressing import unaligned_rows
+from coda_jax.lowering.launch import folds
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
@@ -61,7 +63,7 @@ class Calls:
         self._weight_share: dict[Product, float] = {}
         self._readers: dict[Any, list[Product]] = collections.defaultdict(list)
         self._sum_rows: set[Product] = set()
-        self._batched_rows: dict[Product, Any] = {}
+        self._batches: dict[Product, tuple[Any, str]] = {}
 
     def add(self, product: Product, equation: core.JaxprEqn) -> None:
         """Takes one call into account."""
@@ -74,8 +76,10 @@ class Calls:
                 self._readers[factor].append(product)
         if spec.transpose_a:
             self._sum_rows.add(product)
-        if any(spec.batched):
-            self._batched_rows[product] = spec.matrices.flat_types([v.aval for v in equation.invars])[0].shape[-2]
+        flat = spec.matrices.spec_of_matrices
+        if any(flat.batched) and not folds(flat):
+            rows = spec.matrices.flat_types([v.aval for v in equation.invars])[0].shape[-2]
+            self._batches[product] = rows, _hinder_of_rows(flat)
         aval: Any = equation.invars[1].aval
         if product.cost is not None and all(isinstance(size, int) for size in aval.shape):
             self._weight_share[product] = math.prod(aval.shape) * aval.dtype.itemsize / product.cost.bytes
@@ -88,9 +92,9 @@ class Calls:
         """Whether a is transposed, as for a weight's gradient: more rows make no result larger."""
         return product in self._sum_rows
 
-    def batched_rows(self, product: Product) -> Any:
-        """The rows of each product of a batch that `jax.vmap` made; None of another, and of one with transposed a."""
-        return None if self.sums_rows(product) else self._batched_rows.get(product)
+    def batch(self, product: Product) -> tuple[Any, str] | None:
+        """The rows of each product of a batch that `jax.vmap` made, and why they are not one product of all rows."""
+        return None if self.sums_rows(product) else self._batches.get(product)
 
     def reads_weights(self, product: Product) -> bool:
         """Whether b is most of its traffic."""
@@ -191,11 +195,8 @@ def _small_product_advice(products: Mapping[Product, int], calls: Calls, device:
     for product, count, cost, us in kernels:
         if us < 2 * launch_us or cost.bound != "memory":
             continue
-        if (rows := calls.batched_rows(product)) is not None:
-            change = (
-                f"It is a batch, by jax.vmap, of products of {rows} rows each. They are one product of all rows where "
-                "they share b and no output is reduced over rows: reduce the product's result outside of it"
-            )
+        if (batch := calls.batch(product)) is not None:
+            change = "It is a batch, by jax.vmap, of products of {} rows each, for {}".format(*batch)
         elif calls.reads_weights(product):
             change = "No tile helps; more rows would, by a larger batch: most of it is a weight that is read for few"
         elif not calls.is_direct(product):
@@ -206,6 +207,16 @@ def _small_product_advice(products: Mapping[Product, int], calls: Calls, device:
             change = "No tile and no larger batch helps; narrower outputs or fewer tile operands would"
         why = f"bound by memory: {cost.flops / cost.bytes:.0f} flops a byte"
         yield Advice(_named([(product, count)]), why, change)
+
+
+def _hinder_of_rows(spec: GemmSpec) -> str:
+    """Why a batch of products of matrices does not become rows of one."""
+    a_batched, b_batched, _ = spec.split(spec.batched)
+    if b_batched or not a_batched:
+        return "each has a b of its own"
+    if any(reduction.axis is not Axis.ROW for reduction in spec.program.reductions):
+        return "an output is reduced over rows: reduce the product's result outside of it"
+    return "an operand or a result of its epilogue differs in the batch otherwise than by rows"
 
 
 def _named(products: Sequence[tuple[Product, int]]) -> str:
@@ -254,7 +265,4 @@ def _padded(avals: Sequence[Any], spec: GemmSpec) -> str | None:
         f"{letter} from {getattr(sizes, letter)} to {-(-getattr(sizes, letter) // unit) * unit}, a multiple of {unit}"
         for letter, unit in units.items()
     ]
-    return (
-        f"Pad {' and '.join(each)}, with zeros, and slice the result; losses over a vocabulary are padded by "
-        "coda.linear_cross_entropy and coda.token_logprobs themselves"
-    )
+    return f"Pad {' and '.join(each)}, with zeros{', and slice the result' if {*units} - {'k'} else ''}"

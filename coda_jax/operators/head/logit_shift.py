@@ -26,15 +26,18 @@ def near_logits(
       labels: (M,), as columns of this shard of W.
       mask: (M,) bool, or None. Tokens that it does not keep may hold anything.
     """
-    count = min(_SAMPLE, labels.shape[0])
-    rows = Chunk(0, count, lax.iota(jnp.int32, count) * (labels.shape[0] // count))
+    count = labels.shape[0]
+    if isinstance(count, int) and count == 0:
+        return jnp.zeros((), jnp.float32)
+    places = lax.iota(jnp.int32, _SAMPLE) * ((count + _SAMPLE - 1) // _SAMPLE)
+    rows = Chunk(0, _SAMPLE, places)  # behind the last token the first again
     formed, row_labels = head.formed(tokens, rows), rows.of(labels)
     h = jnp.concatenate(formed, axis=1)
     picked = jnp.take(w, jnp.clip(row_labels, 0, head.vocabulary - 1), axis=0 if head.transpose_w else 1)
     equation = "mk,mk->m" if head.transpose_w else "mk,km->m"
     z = jnp.einsum(equation, h.astype(jnp.float32), picked.astype(jnp.float32))
     targets = head.curve(tokens, rows).of(z[:, None])[:, 0]
-    is_target = (row_labels >= 0) & (row_labels < head.vocabulary) & jnp.isfinite(targets)
+    is_target = (row_labels >= 0) & (row_labels < head.vocabulary) & jnp.isfinite(targets) & (places < count)
     if mask is not None:
         is_target &= rows.of(mask)
     total, num_targets = (

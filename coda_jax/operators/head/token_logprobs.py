@@ -54,10 +54,10 @@ def token_logprobs(
 
     Tokens are worked on in chunks. A chunk is one product, whose epilogue gives the log-sum-exp, the label's logit and
     the entropy; logits never exist. For k labels a token, and for the entropy of float32 products, the chunk's logits
-    are kept for a moment, in float32, and read once more. Those of all tokens are where the entropy's sums leave
-    float32's range, as for a log-sum-exp 41 below or 76 above the labels' mean logit. Kept for the backward pass are x,
-    w and some numbers a token. It makes three products a chunk: the logits again, whose epilogue turns them into their
-    cotangent, and two that make the chunk's dx and add to dw in place, in float32.
+    are stored for a moment, in float32, and read once more. All tokens' logits are computed again so if a sum of an
+    entropy leaves float32's range, as for a log-sum-exp 41 below or 76 above the labels' mean logit. Kept for the
+    backward pass are x, w and some numbers a token. It makes three products a chunk: the logits again, whose epilogue
+    turns them into their cotangent, and two that make the chunk's dx and add to dw in place, in float32.
 
     A mask compacts: the tokens that it keeps are brought together, and as many chunks are worked on as they fill,
     forward and backward, none if there are none. Shapes are static, the number of chunks is not. Over a mesh each
