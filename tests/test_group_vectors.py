@@ -15,7 +15,7 @@ from coda_jax.epilogue.groups import GroupOffsets, group_offsets, unmarked
 from coda_jax.epilogue.operand_kinds import GROUP_OFFSETS, GROUP_SCALAR, GROUP_VECTOR, TILE
 from coda_jax.lowering import select
 from coda_jax.lowering.addressing import unsupported_reason
-from coda_jax.lowering.launch import _folds
+from coda_jax.lowering.launch import folds
 from coda_jax.lowering.mesh_plan import units
 from coda_jax.primitives import fallbacks
 from coda_jax.primitives.axes import BATCH, Dimension, ProductAxis
@@ -407,7 +407,7 @@ def test_the_kernel_refuses_it(operand):
 
 def test_a_batch_is_not_folded_into_rows():
     spec, _ = spec_and_types(bias, [ByGroup(typed(G, N))])
-    assert not _folds(spec.replace(batched=(True, False, False, False)))
+    assert not folds(spec.replace(batched=(True, False, False, False)))
 
 
 def test_a_gpu_takes_xlas_form_and_says_so(monkeypatch):
