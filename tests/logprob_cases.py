@@ -29,7 +29,7 @@ def arguments(dtype, vocabulary, *, candidates=False, transpose_w=False, lead=(T
     return [*arrays, temperature, jnp.asarray(labels, jnp.int32), mask]
 
 
-def of_logits(size, tokens=300, width=40, vocabulary=136, *, offsets=0.0):
+def arguments_with_logits(size, tokens=300, width=40, vocabulary=136, *, offsets=0.0):
     """x, w, bfloat16, and labels of normal logits of this size around each token's offset."""
     x, w = np.array(normal(0, tokens, width)), size * np.array(normal(1, width, vocabulary)) / (width - 1) ** 0.5
     x[:, 0], w[0] = offsets, 1

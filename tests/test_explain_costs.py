@@ -330,7 +330,7 @@ def test_advice():
 
 
 def test_advice_on_a_batch_of_products_of_few_rows():
-    """What keeps a batch of vmap from being rows of one product, where something does."""
+    """The advice says what keeps a batch of vmap from being rows of one product, where something does."""
 
     def change(f, *arguments, axes):
         found = coda.explain(jax.vmap(f, in_axes=axes), *arguments, device="H200").advice

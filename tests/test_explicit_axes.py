@@ -353,7 +353,7 @@ def test_tiles_beside_a_product_whose_sharding_is_said(residuals):
 
 @pytest.mark.parametrize("spec", [P(), P(None, "tensor"), P("tensor")], ids=str)
 def test_a_product_computed_again_beside_a_tile(spec):
-    """Where K is sharded, the tile decides how the product is, forward and where its gradient computes it again."""
+    """The tile decides how a product over a sharded K is, forward and where its gradient computes it again."""
     mesh = mesh_of({"tensor": 4})
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((32, 64), (64, 48), (32, 48))]

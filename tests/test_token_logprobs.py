@@ -16,7 +16,7 @@ import coda_jax as coda
 from coda_jax.operators.head.entropy_head import EntropyHead
 from coda_jax.operators.head.loss_head import LossHead
 from tests.gemm_cases import assert_close, jit
-from tests.logprob_cases import RANK, arguments, compare, logprobs, of_logits, plain
+from tests.logprob_cases import RANK, arguments, arguments_with_logits, compare, logprobs, plain
 from tests.nvrtc import kernels, needs_nvrtc
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -84,7 +84,7 @@ def test_large_and_peaked_logits(dtype, rtol, atol):
 @pytest.mark.parametrize("size, offsets", [(0.1, 0.0), (3, 0.0), (3, 300.0), (3, -300.0), (2, np.linspace(-8, 8, 300))])
 def test_entropies_of_sums_are_as_right_as_float32(size, offsets, temperature, soft_cap, monkeypatch):
     """From numbers around the labels' logits and from all logits; sums in range are not made again."""
-    x, w, labels = of_logits(size, offsets=offsets)
+    x, w, labels = arguments_with_logits(size, offsets=offsets)
     ran = counted(monkeypatch)
     options = {"temperature": temperature, "soft_cap": soft_cap, "chunk_bytes": 1}
     got = jax.block_until_ready(jax.jit(lambda *a: coda.token_logprobs(*a, entropy=True, **options))(x, w, labels))
@@ -107,7 +107,7 @@ def test_sums_out_of_range_are_made_again(lost, is_masked, temperature, monkeypa
     """One such token: all statistics are bit for bit those of the head that reads logits."""
     offsets = np.zeros(300)
     offsets[201] = lost
-    x, w, labels = of_logits(1, offsets=offsets)
+    x, w, labels = arguments_with_logits(1, offsets=offsets)
     mask = jnp.arange(300) % 3 < 1 if is_masked else None
 
     def run():
@@ -125,7 +125,7 @@ def test_sums_out_of_range_are_made_again(lost, is_masked, temperature, monkeypa
 
 def test_no_tokens_and_as_many_as_are_given():
     """None, and a number that an exported program does not know: fewer and more than are sampled."""
-    x, w, labels = of_logits(1, 200)
+    x, w, labels = arguments_with_logits(1, 200)
 
     def f(x, w, labels):
         return coda.token_logprobs(x, w, labels, entropy=True)
@@ -141,7 +141,7 @@ def test_no_tokens_and_as_many_as_are_given():
 
 def test_tokens_that_are_masked_or_no_numbers_are_not_made_again(monkeypatch):
     """A masked token may hold anything; NaN stays NaN by either way."""
-    x, w, labels = of_logits(1)
+    x, w, labels = arguments_with_logits(1)
     ran = counted(monkeypatch)
     mask = jnp.arange(300) % 2 == 1
     spoilt = jnp.where(mask[:, None], x, 1e30)

@@ -75,11 +75,13 @@ def compare(a: dict[str, Any], b: dict[str, Any], image: Callable[[str], bytes])
             if one is not other:
                 yield Difference("missing tile", name, f"only in {'B' if one is None else 'A'}")
             continue
-        for side, place, product in _unpaired(one["products"], other["products"]):
-            types = f"{', '.join(product['operands'])} to {', '.join(product['results'])}"
-            yield Difference("missing product", f"{name}, product {place}", f"only in {side}: {types}")
-        for place, (x, y) in _pairs(one["products"], other["products"]):
-            yield from _compare_products(f"{name}, product {place}", x, y, same_code)
+        for place, x, y in _paired(one["products"], other["products"]):
+            if x is not None and y is not None:
+                yield from _compare_products(f"{name}, product {place}", x, y, same_code)
+            else:
+                side, product = ("A", x) if y is None else ("B", y)
+                types = f"{', '.join(product['operands'])} to {', '.join(product['results'])}"
+                yield Difference("missing product", f"{name}, product {place}", f"only in {side}: {types}")
         if one["returns"] != other["returns"]:
             yield Difference("how results are made", name, "")
     for name in sorted(a["explained"].keys() & b["explained"].keys()):
@@ -88,30 +90,24 @@ def compare(a: dict[str, Any], b: dict[str, Any], image: Callable[[str], bytes])
             yield Difference("tile", name, " | ".join(line for line in lines if line[0] in "+-"))
 
 
-def _alignment(one: Sequence[Any], other: Sequence[Any]) -> list[tuple[str, int, int, int, int]]:
-    """The edits that make the one program's products the other's, as `difflib` says them, by their types."""
+def _paired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
+    """The products of two programs side by side, each pair with the place of the first; None where there is no other.
+
+    Programs with as many products are paired by place, others by the products' types; products without another come
+    first.
+    """
+    if len(one) == len(other):
+        yield from ((place, x, y) for place, (x, y) in enumerate(zip(one, other, strict=True)))
+        return
     types = [[(*product["operands"], "to", *product["results"]) for product in side] for side in (one, other)]
-    return difflib.SequenceMatcher(None, *types, autojunk=False).get_opcodes()
-
-
-def _pairs(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[int, tuple[Any, Any]]]:
-    """The products of two programs that are compared, with the place of the first; all, where they are as many."""
-    if len(one) == len(other):
-        yield from enumerate(zip(one, other, strict=True))
-        return
-    for kind, start, end, of_other, _ in _alignment(one, other):
+    pairs = []
+    for kind, first, last, start, end in difflib.SequenceMatcher(None, *types, autojunk=False).get_opcodes():
         if kind == "equal":
-            yield from ((start + i, (one[start + i], other[of_other + i])) for i in range(end - start))
-
-
-def _unpaired(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[str, int, Any]]:
-    """The products of two programs that have no other: the side, the place and the product of each."""
-    if len(one) == len(other):
-        return
-    for kind, *ranges in _alignment(one, other):
-        if kind != "equal":
-            for side, products, (start, end) in (("A", one, ranges[:2]), ("B", other, ranges[2:])):
-                yield from ((side, place, products[place]) for place in range(start, end))
+            pairs += [(place, one[place], other[start + place - first]) for place in range(first, last)]
+        else:
+            yield from ((place, one[place], None) for place in range(first, last))
+            yield from ((place, None, other[place]) for place in range(start, end))
+    yield from pairs
 
 
 def _compare_products(

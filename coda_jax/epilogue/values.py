@@ -8,8 +8,8 @@ import numpy as np
 
 from coda_jax.epilogue.halves import Halves
 
-# What indexes an axis. Where columns are reshaped to heads, COLUMN becomes HEAD and CHANNEL. INDEX: the position along
-# a one-dimensional iota whose axis in the tile is not known yet.
+# The tags say what indexes an axis. A reshape of columns to heads turns COLUMN into HEAD and CHANNEL. INDEX is the
+# position along a one-dimensional iota whose axis in the tile is not known yet.
 ROW = "row"
 COLUMN = "column"
 HALF = "half column"

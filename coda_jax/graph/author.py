@@ -165,8 +165,8 @@ class Value(Arithmetic, Matmul, Lazy):
     def kept(self) -> Value:
         """A weight, in the products' dtype, which is kept for the backward pass and not cast again.
 
-        Where automatic mesh axes shard it as FSDP's do, it is gathered once for both passes, for a copy's memory. If an
-        RMSNorm's scale is multiplied into it, the scaled weight is kept.
+        A weight that automatic mesh axes shard, as FSDP's do, is gathered once for both passes, for a copy's memory. If
+        an RMSNorm's scale is multiplied into it, the scaled weight is kept.
         """
         return Computed(self._trace, nodes.kept_weight(self._as_weight()), self._plain, self.shape)
 

@@ -221,7 +221,7 @@ def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
 def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], GemmSpec]:
     """Types of the arguments' shards on a device, from their types over explicit axes; and the product of the shards.
 
-    Where the devices' products are summed before the epilogue, these are the product and the arguments of `bare`.
+    They are the product and the arguments of `bare` where the devices' products are summed before the epilogue.
     """
     with jax.sharding.use_abstract_mesh(_mesh_of(avals)):
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)

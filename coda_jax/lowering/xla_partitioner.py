@@ -66,7 +66,7 @@ def known_devices(ctx: mlir.LoweringRuleContext) -> bool:
 def devices_of(ctx: mlir.LoweringRuleContext) -> tuple[int, bool]:
     """The number of devices over which XLA partitions the program, if its types are on no mesh; if these are known."""
     context = ctx.module_context.axis_context
-    # Where all axes are manual, as inside a shard_map, nothing is partitioned further; else the types have a mesh.
+    # Nothing is partitioned further where all axes are manual, as inside a shard_map; else the types have a mesh.
     return getattr(context, "num_devices", 1), known_devices(ctx)
 
 

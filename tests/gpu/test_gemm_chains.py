@@ -94,7 +94,7 @@ def test_token_logprobs(left_out, options, vocabulary, dtype):
 @pytest.mark.parametrize("lost", [None, 90.0, -60.0, 1e30])
 def test_entropies_of_sums(lost):
     """Twenty runs are the same bits; where one token's sums leave their range, those of the head that reads logits."""
-    x, w, labels = logprob_cases.of_logits(1, 1160, 520, 5000)
+    x, w, labels = logprob_cases.arguments_with_logits(1, 1160, 520, 5000)
     x = x if lost is None else x.at[1000, 0].set(lost)
 
     def run():

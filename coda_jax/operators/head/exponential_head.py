@@ -86,10 +86,7 @@ class ExponentialHead(LossHead):
             factor = jnp.exp(shift - stats.lse) * cotangents.lse
             added = jnp.where(cotangents.target == 0, 0.0, cotangents.target / factor)  # to the label's
             is_row_lost |= jnp.abs(added) > MOST
-            rows, inside = (
-                lax.iota(jnp.int32, chunk_labels.shape[0]),
-                (chunk_labels >= 0) & (chunk_labels < self.vocabulary),
-            )
+            rows, inside = lax.iota(jnp.int32, chunk_labels.shape[0]), self.has_column(chunk_labels)
             exact = (jnp.exp(stats.target - shift) + added).astype(e.dtype)
             e = e.at[rows, jnp.where(inside, chunk_labels, self.columns)].set(exact, mode="drop", unique_indices=True)
             gradients = self._products(e, [], formed, w, (dtokens, dkernel), chunk, factor=factor[:, None])

@@ -32,7 +32,7 @@ class LogitCurve(NamedTuple):
     def cotangent_columns(self, labels: jax.Array, stats: Statistics, cotangents: Statistics) -> list[Any]:
         """Columns (m, 1), or None, that the cotangent of z reads: labels, scale, statistics and their cotangents, cap.
 
-        Those of the labels and of the targets' cotangents are None where a token has several labels, (m, k).
+        The columns of labels and of the targets' cotangents are None where a token has several labels, (m, k).
         """
         targets = (labels, cotangents.target) if labels.ndim == 1 else (None, None)
         rows = (stats.lse, stats.entropy, cotangents.lse, targets[1], cotangents.total, cotangents.entropy)

@@ -37,7 +37,7 @@ def near_logits(
     equation = "mk,mk->m" if head.transpose_w else "mk,km->m"
     z = jnp.einsum(equation, h.astype(jnp.float32), picked.astype(jnp.float32))
     targets = head.curve(tokens, rows).of(z[:, None])[:, 0]
-    is_target = (row_labels >= 0) & (row_labels < head.vocabulary) & jnp.isfinite(targets) & (places < count)
+    is_target = head.has_column(row_labels) & jnp.isfinite(targets) & (places < count)
     if mask is not None:
         is_target &= rows.of(mask)
     total, num_targets = (

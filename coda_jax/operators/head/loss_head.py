@@ -181,6 +181,10 @@ class LossHead:
 
     # ---- one chunk
 
+    def has_column(self, labels: jax.Array) -> jax.Array:
+        """Whether each label is a column of this shard of W."""
+        return (labels >= 0) & (labels < self.vocabulary)
+
     def formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
         """The arrays that are projected: h, and u beside a low-rank delta."""
         h: Hidden
@@ -238,7 +242,7 @@ class LossHead:
 
     def _candidates(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
         """The logits of labels (m, k); 0 for those on another shard of W."""
-        inside = (labels >= 0) & (labels < self.vocabulary)
+        inside = self.has_column(labels)
         picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
         return jnp.where(inside, curve.of(picked), 0.0)
 
@@ -291,7 +295,7 @@ class LossHead:
     ) -> tuple[jax.Array, list[jax.Array]]:
         """dz and the row sums, with the terms of the targets of labels (m, k) added."""
         capped = curve.unscaled(stats.target)
-        inside = (labels >= 0) & (labels < self.vocabulary)
+        inside = self.has_column(labels)
         added = jnp.where(inside, cotangents.target, 0.0)
         drows = [total + more for total, more in zip(drows, self._row_cotangents(added, capped, curve), strict=True)]
         added = curve.through(added, capped)

@@ -193,7 +193,7 @@ def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
     """The kind of each gradient. Where W is sharded, each device's token gradients are partial sums.
 
-    Those of the kernel are float32, and are sent as bfloat16 where it is bfloat16, as the gradients of other weights
+    The kernel's gradients are float32, and are sent as bfloat16 where it is bfloat16, as the gradients of other weights
     are; not as float16, since a sum that is not yet divided by the number of tokens exceeds its range.
     """
     partial_sum: Any = Result(is_partial=True)
