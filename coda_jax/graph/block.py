@@ -91,7 +91,8 @@ def block(
 class Block:
     """A function that `block` was applied to; it is called as the function is.
 
-    With is_plain its lines are run as plain JAX; else the graph's products have this implementation.
+    With is_plain its lines are run as plain JAX; else the graph's products have this implementation. `row_flags` says
+    which arrays have the rows, where their shapes are not to say it.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Block:
         *,
         is_plain: bool = False,
         recipe: Recipe | None = None,
+        row_flags: tuple[bool, ...] | None = None,
     ):
         if not callable(f):
             raise TypeError(f"block: f = {f!r}; it must be a function")
@@ -112,30 +114,27 @@ class Block:
         functools.update_wrapper(self, f)
         self._parameters = inspect.signature(f)
         self._f, self._dtype, self._rows, self.name, self._implementation = f, dtype, rows, name, implementation
-        self._is_plain, self._recipe = is_plain, recipe
+        self._is_plain, self._recipe, self._row_flags = is_plain, recipe, row_flags
         self._graphs: collections.OrderedDict[Hashable, _Traced] = collections.OrderedDict()
         self._stated: list[Stated] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs)."""
-        return self.called(None, *args, **kwargs)
-
-    def called(self, row_flags: tuple[bool, ...] | None, *args: Any, **kwargs: Any) -> Any:
-        """f(*args, **kwargs); row_flags says which arrays have the rows, where their shapes are not to say it."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_value)
         leaves = [jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in leaves]
         if any(map(_is_value, leaves)):  # a part of the block that these are of
             return self._f(*args, **kwargs)
         given = [data_of(x) for x in leaves if is_array(x)]
-        rows, dtype = self._rows_of(given[row_flags.index(True)] if row_flags else self._first(args, kwargs))
+        flags = self._row_flags
+        rows, dtype = self._rows_of(given[flags.index(True)] if flags else self._first(args, kwargs))
         if self._is_plain:
             trace = BlockTrace(self.name, dtype, rows, is_plain=True, recipe=self._recipe, stated=self._stated)
             return self._plain(leaves, tree, trace)
         mesh = jax.sharding.get_abstract_mesh()  # equations have that in which they were traced
-        key = (tree, dtype, rows, row_flags, mesh, tuple(map(self._signature, leaves)))
+        key = (tree, dtype, rows, mesh, tuple(map(self._signature, leaves)))
         traced = self._graphs.get(key)
         if traced is None:
-            traced, captured = self._traced(leaves, tree, dtype, rows, row_flags)
+            traced, captured = self._traced(leaves, tree, dtype, rows)
             given += map(data_of, captured)
             if not captured:  # they are others the next time
                 self._graphs[key] = traced
@@ -147,7 +146,8 @@ class Block:
 
     def in_plain_jax(self, dtype: Any, stated: list[Stated]) -> Block:
         """The block with implementation="xla" and this dtype, None for its own; it adds to `stated`."""
-        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla", is_plain=True, recipe=self._recipe)
+        options: dict[str, Any] = {"is_plain": True, "recipe": self._recipe, "row_flags": self._row_flags}
+        plain = Block(self._f, dtype or self._dtype, self._rows, self.name, "xla", **options)
         plain._stated = stated
         return plain
 
@@ -203,9 +203,8 @@ class Block:
         outputs, out_tree = self._values(leaves, tree, trace)
         return jax.tree.unflatten(out_tree, [x._array().astype(x.dtype) for x in outputs])
 
-    def _traced(
-        self, leaves: Sequence[Any], tree: Any, dtype: Any, rows: Sequence[Any], row_flags: Sequence[bool] | None
-    ) -> tuple[_Traced, list[Any]]:
+    def _traced(self, leaves: Sequence[Any], tree: Any, dtype: Any, rows: Sequence[Any]) -> tuple[_Traced, list[Any]]:
+        row_flags = self._row_flags
         trace = BlockTrace(self.name, dtype, rows, is_plain=False, recipe=self._recipe, row_flags=row_flags)
         outputs, out_tree = self._values(leaves, tree, trace)
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves]
@@ -216,7 +215,7 @@ class Block:
             for i, x in enumerate(types):
                 if isinstance(x, jax.ShapeDtypeStruct) and next(flags):
                     whole[i] = jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
-            return self._traced(whole, tree, dtype, (size, *rows), row_flags)[0].graph
+            return self._traced(whole, tree, dtype, (size, *rows))[0].graph
 
         nodes, out_dtypes = [x._node for x in outputs], [x.dtype for x in outputs]
         axes = tuple(rows) if len(rows) > 1 else ()

@@ -43,18 +43,20 @@ def run_operator(
     is_row = arguments[0].ndim == 1
     if is_row:
         leaves = [jnp.expand_dims(x, 0) if has_rows else x for x, has_rows in zip(leaves, flags, strict=True)]
-    block = _block(name, lines, np.dtype(dtype), implementation)
+    block = _block(name, lines, np.dtype(dtype), implementation, flags)
     static = {key: Static(value) for key, value in options.items()}
-    found = block.called(flags, *jax.tree.unflatten(tree, leaves), **static)
+    found = block(*jax.tree.unflatten(tree, leaves), **static)
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), found) if is_row else found
 
 
 @functools.lru_cache(maxsize=256)
-def _block(name: str, lines: Callable[..., Any], dtype: np.dtype[Any], implementation: str) -> Block:
+def _block(
+    name: str, lines: Callable[..., Any], dtype: np.dtype[Any], implementation: str, row_flags: tuple[bool, ...]
+) -> Block:
     def on_values(*arguments: Any, **static: Static) -> Any:
         return lines(*arguments, **{key: of.value for key, of in static.items()})
 
-    return Block(on_values, dtype, None, name, implementation)
+    return Block(on_values, dtype, None, name, implementation, row_flags=row_flags)
 
 
 def norm_value(norm: Any) -> NormedValue:
