@@ -76,8 +76,8 @@ def call_of_a_layer(layer):
 
 
 CALLS = {  # a call, the functions from it to its product's primitive, and its products
-    "GatedMLP": (call_of_a_layer(layers.GatedMLP), 9, 2),
-    "MLP": (call_of_a_layer(layers.MLP), 9, 2),
+    "GatedMLP": (call_of_a_layer(layers.GatedMLP), 8, 2),
+    "MLP": (call_of_a_layer(layers.MLP), 8, 2),
     "gemm": (lambda x: coda.gemm(x, x, epilogue=jax.nn.relu), 3, 1),
 }
 

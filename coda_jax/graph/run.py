@@ -31,6 +31,16 @@ from coda_jax.primitives.mesh_types import (
     sharding_over_explicit,
 )
 
+_Arguments = tuple[  # of `product`
+    Parts,
+    Parts,
+    list[Parts],
+    Callable[..., Any] | None,
+    Callable[[Any], list[np.dtype[Any]]],
+    Options,
+    jax.Array | None,
+]
+
 
 def run(
     plan: Plan,
@@ -65,9 +75,10 @@ def run(
     running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {}, telling)
     running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
     for step in range(len(plan.steps)):
-        running.multiply(step, f"{name}_{step}")
-    outputs = [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
-    return outputs if plan.steps else _with_first(outputs, telling)
+        outputs, _ = product(*running.arguments(step, f"{name}_{step}"))
+        running.store(step, outputs)
+    results = [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
+    return results if plan.steps else _with_first(results, telling)
 
 
 def _with_first(arrays: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
@@ -153,15 +164,15 @@ class _Run:
         made = called(of, [self.known(x) for x in value.inputs])
         return {x: reshaped_as(array, self._shape_of(x)) for x, array in made.items()}
 
-    def multiply(self, step: int, name: str) -> None:
-        """Runs a product; what its epilogue stores is known then."""
+    def arguments(self, step: int, name: str) -> _Arguments:
+        """The arguments of `product` for a step; its epilogue has this name."""
         of, stores = self.plan.steps[step].product, self.plan.steps[step].stores
         spec = self._spec_of_rows(stores)
         a, b = self._factors(of, spec)
         operands = {x: self._as_operand(x, spec, b) for x in self.plan.operands(step)}
         if step not in self.plan.epilogues:
             self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores)
-        outputs, _ = product(
+        return (
             a if step else _with_first(a, self.telling),
             b,
             list(operands.values()),
@@ -170,6 +181,11 @@ class _Run:
             self._options(self.plan.steps[step], a, b, operands),
             None if of.groups is None else self.known(of.groups),
         )
+
+    def store(self, step: int, outputs: Sequence[jax.Array]) -> None:
+        """Takes what the epilogue of a step's product gave: it is known then."""
+        stores = self.plan.steps[step].stores
+        spec = self._spec_of_rows(stores)
         for value, x in zip(stores, outputs, strict=True):
             if not value.is_tile and spec is not None and has_rows(value):
                 x = constrained(x, jax.P(*spec))
