@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import re
@@ -110,16 +111,16 @@ def partitioned_on_cpus():
     """Yields a list of (spec, types of the arguments' parts, what a Hopper GPU would run), one for each lowering."""
     records = []
 
-    def tiles(*arguments, spec, strict, anywhere=False, yields=False, key=None):
+    def form_of(arguments, spec, *, strict, anywhere=False, yields=False, key=None):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arguments]
         selection = select.select_shard(arguments, spec, anywhere=anywhere, key=key)
         records.append((spec, types, selection))
         if selection.reason is not None and (strict or spec.implementation == "cuda"):
             select.report(arguments, spec, selection.reason, strict=strict)
-        return xla_tiles(*arguments, spec=spec)
+        return functools.partial(xla_tiles, spec=spec)
 
     def lower(ctx, *arguments, spec):
-        return cuda._lower(ctx, *arguments, spec=spec, tiles=tiles)
+        return cuda._lower(ctx, *arguments, spec=spec, form_of=form_of)
 
     jax.clear_caches()
     rules = dict.fromkeys(PRIMITIVES, lower) | {row_function.row_shards_p: row_function.lower}

@@ -102,7 +102,7 @@ def test_a_call_reaches_the_kernel_in_few_steps(call, steps, products, monkeypat
     assert [(len(path), path[-1]) for path in binds] == [(steps, "gemm_primitive.bind_beside")] * products
     if ffi.unavailable_reason() is None:
         traced.lower(lowering_platforms=("cuda",))
-        assert [(len(path), path[-1]) for path in launches] == [(4, "launch.kernel_tiles")] * products
+        assert [(len(path), path[-1]) for path in launches] == [(3, "launch.kernel_tiles")] * products
 
 
 def test_what_is_kept_for_the_backward_pass():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import mlir
 
 from coda_jax.lowering.launch import kernel_tiles
-from coda_jax.lowering.on_devices import lower_automatic, lower_explicit
+from coda_jax.lowering.on_devices import Form, lower_automatic, lower_explicit
 from coda_jax.lowering.record import key_of
 from coda_jax.lowering.select import machine_reason, report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import WAY_OUT, devices_of, with_own_attributes
@@ -19,21 +20,22 @@ from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of
 from coda_jax.primitives.spec import GemmSpec
 
 
-def tiles(
-    *arguments: jax.Array,
+def form_of(
+    arguments: Sequence[Any],
     spec: GemmSpec,
+    *,
     strict: bool,
     anywhere: bool = False,
     yields: bool = False,
     key: str | None = None,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Stores and reductions of arrays on one device: by the kernel, or by XLA with a warning; strict, an error."""
+) -> Form:
+    """The form of a product of such arrays on one device: the kernel, or XLA's with a warning; strict, an error."""
     selection = select_shard(arguments, spec, anywhere=anywhere, key=key)
     if selection.config is not None:
         kernel = functools.partial(kernel_tiles, spec=spec, config=selection.config, yields=yields)
-        return kernel(*arguments) if key is None else with_own_attributes(kernel)(*arguments)
+        return kernel if key is None else with_own_attributes(kernel)
     report(arguments, spec, selection.reason, strict=strict)
-    return xla_tiles(*arguments, spec=spec, in_8_bits=spec.implementation != "xla")
+    return functools.partial(xla_tiles, spec=spec, in_8_bits=spec.implementation != "xla")
 
 
 def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
@@ -44,7 +46,7 @@ def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
     return max(getattr(context, "num_devices", 1), *sizes) > 1
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Any = tiles) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: Any = form_of) -> Any:
     anywhere = ctx.module_context.lowering_parameters.for_export
     num_devices, has_devices = devices_of(ctx)
     route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
@@ -56,15 +58,15 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles
         report(ctx.avals_in, spec, why_not, strict=is_strict())
         return lower_xla(ctx, *arguments, spec=spec)
     # Now: XLA's partitioner calls back later, and on threads of its own.
-    tiles = functools.partial(tiles, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))
+    form_of = functools.partial(form_of, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))
     if route.over:
         if route.is_automatic:
-            tiles = functools.partial(tiles, key=key_of(ctx.avals_in, spec))
+            form_of = functools.partial(form_of, key=key_of(ctx.avals_in, spec))
         lower = lower_automatic if route.is_automatic else lower_explicit
-        return lower(ctx, *arguments, spec=spec, tiles=tiles)
+        return lower(ctx, *arguments, spec=spec, form_of=form_of)
 
     def on_one_device(*arguments: jax.Array) -> list[jax.Array]:
-        stores, reductions = tiles(*arguments, spec=spec)
+        stores, reductions = form_of(arguments, spec)(*arguments)
         return outputs_of([*stores, *reductions], arguments, spec)
 
     return mlir.lower_fun(on_one_device, multiple_results=True)(ctx, *arguments)

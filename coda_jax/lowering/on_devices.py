@@ -35,25 +35,27 @@ from coda_jax.primitives.mesh_types import MeshAxes, explicit_axes, explicit_cut
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
-# (*arguments, spec=) -> stores and reductions, of unsharded arrays or of a device's shards
-Tiles = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+# (*arguments) -> stores and reductions of a product
+Form = Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+# (arguments, spec) -> the form of the product of unsharded arrays or of a device's shards
+FormOf = Callable[[Sequence[Any], GemmSpec], Form]
 
 BARE = Program((), Halves(), (), (), (), 0).with_acc()
 
 
-def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, tiles: Tiles) -> list[jax.Array]:
+def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, form_of: FormOf) -> list[jax.Array]:
     """Stores and finished reductions of a device's shards, in a region where the plan's mesh axes are manual."""
     n_names, m_names = plan.over(Dimension.N), plan.over(Dimension.M)
     over = {Axis.ROW: n_names, Axis.COLUMN: m_names, Axis.ALL: n_names + m_names}
     summed = plan.over(Dimension.K)
     if not summed:
-        stores, reductions = _product_tiles(arguments, spec, tiles)
+        stores, reductions = _product_tiles(arguments, spec, form_of)
     elif sums_results(arguments, spec, plan):
-        stores, reductions = _product_tiles(arguments, spec, tiles)
+        stores, reductions = _product_tiles(arguments, spec, form_of)
         stores = [lax.psum(x, summed) for x in stores]
         over = {axis: (*names, *summed) for axis, names in over.items()}
     else:
-        stores, reductions = _sum_tiles(arguments, spec, plan, tiles)
+        stores, reductions = _sum_tiles(arguments, spec, plan, form_of)
     each = zip(spec.matrices.reduction_of_result, reductions, strict=True)
     return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
 
@@ -88,15 +90,16 @@ def _shard(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
     return _narrowed(spec, sum(spec.matrices.factor_sizes(arguments).pieces)).replace(out_sharding=None)
 
 
-def _product_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, tiles: Tiles) -> Any:
-    return tiles(*arguments, spec=_shard(arguments, spec))
+def _product_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf) -> Any:
+    return form_of(arguments, _shard(arguments, spec))(*arguments)
 
 
-def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, tiles: Tiles) -> Any:
+def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, form_of: FormOf) -> Any:
     """The epilogue, by XLA, on the shard that this device keeps of the products' sum over the devices."""
     matrices = spec.matrices
     factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
-    (accs, _) = tiles(*bare_arguments(spec, arguments), spec=bare(spec, factors))
+    bare_shards = bare_arguments(spec, arguments)
+    accs, _ = form_of(bare_shards, bare(spec, factors))(*bare_shards)
     summed = [_summed(acc, axes, plan) for acc, axes in zip(accs, matrices.acc_axes, strict=True)]
     return tiles_of(summed, operands, _narrowed(spec, sum(x.shape[-1] for x in summed)))
 
@@ -166,7 +169,7 @@ def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:
             return jnp.log(lax.psum(jnp.exp(x - largest), axes)) + largest
 
 
-def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
+def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: FormOf) -> Any:
     """A shard_map over the explicit axes, as the types of arguments and results say."""
     avals_in: Sequence[Any] = ctx.avals_in
     mesh = _mesh_of(avals_in)
@@ -177,7 +180,7 @@ def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpe
     def whole(*arguments: jax.Array) -> list[jax.Array]:
         with jax.sharding.use_abstract_mesh(mesh):
             each = jax.shard_map(
-                functools.partial(on_each_device, spec=spec, plan=plan, tiles=tiles),
+                functools.partial(on_each_device, spec=spec, plan=plan, form_of=form_of),
                 in_specs=in_specs,
                 out_specs=list(plan.result_specs(spec)),
                 axis_names=set(names),
@@ -230,7 +233,7 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
     return (shards, spec) if has_epilogue else (bare_arguments(spec, shards), bare(spec, shards))
 
 
-def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, tiles: Tiles) -> Any:
+def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: FormOf) -> Any:
     """A call that calls back when XLA's partitioner has decided how its arrays are sharded."""
 
     def unsharded(*arguments: jax.Array) -> list[jax.Array]:
@@ -242,7 +245,7 @@ def lower_automatic(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSp
     ) -> Partition:
         shapes = [x.shape for x in arguments]
         planned = plan(spec, shapes, [x.mesh_axes for x in arguments], [x.mesh_axes for x in results], sizes)
-        each = functools.partial(on_each_device, spec=spec, plan=planned, tiles=tiles)
+        each = functools.partial(on_each_device, spec=spec, plan=planned, form_of=form_of)
         return Partition(planned.argument_specs(spec, list(map(len, shapes))), planned.result_specs(spec), each)
 
     avals: Sequence[Any] = ctx.avals_in
