@@ -19,6 +19,7 @@ from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import contraction_order as contraction_order
 from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.epilogue import saturate as saturate
+from coda_jax.fusion import fuse as fuse
 from coda_jax.graph import Value as Value
 from coda_jax.graph import block as block
 from coda_jax.graph import check as check
@@ -79,6 +80,7 @@ __all__ = [
     "expert_mlp",
     "explain",
     "fp8",
+    "fuse",
     "gated",
     "gated_mlp",
     "gemm",

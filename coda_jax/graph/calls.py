@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coda_jax.epilogue.values import same_shape
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.on_mesh import on_mesh, reshaped_as, typed
 from coda_jax.graph.values import Value, is_float
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed
@@ -44,10 +44,11 @@ class Call:
         self.is_on_mesh = any(any(explicit_cuts(x)) for x in jaxpr.in_avals)
         result_shapes = [None] * len(jaxpr.out_avals) if shapes is None else shapes
         each = enumerate(zip(jaxpr.out_avals, result_shapes, strict=True))
-        self.results = [
-            Result(self, i, x, None, as_matrix(x.shape, rows) if shape is None else shape, begins_with(x.shape, rows))
-            for i, (x, shape) in each
-        ]
+        self.results = []
+        for i, (x, given) in each:
+            shape = as_matrix(x.shape, rows) if given is None else given
+            has_rows = begins_with(x.shape, rows) and same_size(shape[0], math.prod(rows))
+            self.results.append(Result(self, i, x, None, shape, has_rows))
 
 
 class Result(Value):
@@ -190,6 +191,18 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
 def is_key(x: Any) -> bool:
     """True for an array of keys of `jax.random`."""
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def key_impl_of(aval: Any) -> Any:
+    """The implementation of an array of keys, from its type."""
+    found: list[Any] = []
+
+    def look(keys: jax.Array) -> jax.Array:
+        found.append(jax.random.key_impl(keys))
+        return keys
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return found[0]
 
 
 def data_of(x: Any) -> Any:

@@ -14,13 +14,13 @@ def described(plan: Plan, name: str) -> str:
     """Lines of text: a line for each product, with the maps that its epilogue makes; then XLA's tiles."""
     lines = []
     for i, step in enumerate(plan.steps):
-        maps = ", ".join(dict.fromkeys(_name(x) for x in _made_in(plan, i)))
+        maps = ", ".join(dict.fromkeys(name_of(x) for x in made_in(plan, i)))
         tiles = sum(x.is_tile for x in step.stores)
         stored = f"{_count(tiles, 'tile')}, {_count(len(step.stores) - tiles, 'vector')}"
         lines.append(f"{name}_{i}  {_factors(step.product)}: {maps or 'nothing'}; stores {stored}")
     calls = dict.fromkeys(f"XLA  {x.call.name}" for x in plan.by_xla if isinstance(x, Result))
     passes = [x for x in plan.by_xla if x.is_tile and not isinstance(x, Result)]
-    return "\n".join([*lines, *calls, *(f"XLA  {_name(x)} {_shape(x)}: {why_by_xla(plan, x)}" for x in passes)])
+    return "\n".join([*lines, *calls, *(f"XLA  {name_of(x)} {_shape(x)}: {why_by_xla(plan, x)}" for x in passes)])
 
 
 def why_by_xla(plan: Plan, value: Value) -> str:
@@ -56,10 +56,10 @@ def maps_that_are_not_local(plan: Plan) -> Iterator[tuple[str, str]]:
     for value in reachable(plan.by_xla, plan.given):
         is_authors = isinstance(value, Map) and value.origin.is_stated and value not in plan.given
         if is_authors and value.is_tile and plan.place[value].step >= 0 and (reason := not_local(value)):
-            yield _name(value), reason
+            yield name_of(value), reason
 
 
-def _made_in(plan: Plan, step: int) -> list[Value]:
+def made_in(plan: Plan, step: int) -> list[Value]:
     """The maps that the epilogue makes, in their order."""
     maps: set[Value] = set()
     open_ = [x for x in plan.steps[step].stores if not isinstance(x, Product)]
@@ -71,7 +71,8 @@ def _made_in(plan: Plan, step: int) -> list[Value]:
     return sorted(maps, key=lambda value: value.number)
 
 
-def _name(value: Value) -> str:
+def name_of(value: Value) -> str:
+    """The name of a map."""
     return value.origin.name if isinstance(value, Map) else "transpose"
 
 

@@ -42,6 +42,7 @@ class Graph:
       rows: the axes that arrays have in the place of the rows; none where these are one axis.
       implementation: as in `gemm`.
       of_batch: the same graph of a batch of this size of all arrays that have the rows; None where that is not known.
+      keeps_joins: whether maps of several tiles are kept for the backward pass, and not computed again.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Graph:
     rows: Sequence[Any] = ()
     implementation: str = "auto"
     of_batch: Callable[[Any], Graph] | None = None
+    keeps_joins: bool = True
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
@@ -176,7 +178,8 @@ class Derivative:
     def kept(self) -> list[Value]:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
         _, leaf_cotangents = self._derived(frozenset())
-        return kept_values(self.graph.outputs, [x for x in leaf_cotangents if x is not None])
+        cotangents = [x for x in leaf_cotangents if x is not None]
+        return kept_values(self.graph.outputs, cotangents, joins=not self.graph.keeps_joins)
 
     @functools.cached_property
     def _names(self) -> dict[Value, str]:

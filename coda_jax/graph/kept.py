@@ -9,15 +9,16 @@ from coda_jax.graph.plan import remembered
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
 
-def kept_values(outputs: Sequence[Value], cotangents: Sequence[Value]) -> list[Value]:
+def kept_values(outputs: Sequence[Value], cotangents: Sequence[Value], *, joins: bool = False) -> list[Value]:
     """The values of a forward pass that are kept for a backward pass, which computes the values `cotangents`.
 
     A value is kept if the backward pass reads it, unless it is as quickly computed again: maps of leaves alone that are
     tiles or read none, maps of one tile in memory, and transposed copies of these where an epilogue reads that tile.
-    The vectors that these read are kept.
+    The vectors that these read are kept. With `joins` maps of several tiles in memory are computed again too, where a
+    map of the backward pass reads all of these.
     """
     read = _forward_values_read(outputs, cotangents)
-    choice = _Choice(set(read))
+    choice = _Choice(set(read), _read_together(outputs, cotangents) if joins else [])
     for value in read:  # the values that it is made of have been decided before it
         choice.decide(value)
     return sorted(choice.kept, key=lambda value: value.number)
@@ -45,15 +46,23 @@ def _forward_values_read(outputs: Sequence[Value], cotangents: Sequence[Value]) 
     return sorted(read, key=lambda value: value.number)
 
 
+def _read_together(outputs: Sequence[Value], cotangents: Sequence[Value]) -> list[set[Value]]:
+    """The tiles of the forward pass that each tile of the backward pass is a map of."""
+    forward = set(reachable(outputs))
+    backward = (value for value in reachable(cotangents, forward) if isinstance(value, Map) and value not in forward)
+    return [{x for x in value.inputs if x in forward and x.is_tile} for value in backward if value.is_tile]
+
+
 class _Choice:
     """The choice of the values to keep, among those that are read; the others are computed again.
 
     Attributes:
       kept: all that are read, until `decide` removes some and adds the vectors that these read.
+      together: sets of tiles, each of which the backward pass reads in one map.
     """
 
-    def __init__(self, kept: set[Value]):
-        self.kept = kept
+    def __init__(self, kept: set[Value], together: Sequence[set[Value]]):
+        self.kept, self.together = kept, together
         self._known_sources: dict[Value, set[Value | None]] = {}
 
     def decide(self, value: Value) -> None:
@@ -77,7 +86,8 @@ class _Choice:
         elif isinstance(value, Map):
             self.kept.remove(value)
             sources = self._sources(value)
-            if _is_of_leaves(value) or (len(sources) == 1 and None not in sources):
+            is_again = None not in sources and (len(sources) == 1 or any(sources <= one for one in self.together))
+            if _is_of_leaves(value) or is_again:
                 self._keep_vectors(value)
             else:
                 self.kept.add(value)

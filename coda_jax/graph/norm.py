@@ -70,7 +70,7 @@ class NormValues:
         scaled_weight.is_factor = is_kept  # in the weight's place
         acc = times(self.x, scaled_weight)
         scaled: Value = mapped(
-            jnp.multiply, acc, self.rstd, pullback=_scaled_backward, takes_inner=True, derived="rms_norm"
+            jnp.multiply, acc, self.rstd, pullback=scaled_backward, takes_inner=True, derived="rms_norm"
         )
         return scaled
 
@@ -145,7 +145,7 @@ def _of_centred(x: jax.Array, mean: jax.Array, rstd: jax.Array, scale: jax.Array
     return (x - mean) * rstd * scale[None, :]
 
 
-def _scaled_backward(
+def scaled_backward(
     u: jax.Array, acc: jax.Array, rstd: jax.Array, du: jax.Array, inner: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     return rstd * du, inner / rstd

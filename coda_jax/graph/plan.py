@@ -127,7 +127,7 @@ class Plan:
         if isinstance(value, Result):
             return False
         assert isinstance(value, Map)
-        tiles = [x for x in value.inputs if x.is_tile and not isinstance(x, Leaf)]  # a leaf may be a table of heads
+        tiles = [x for x in value.inputs if x.is_tile and not self._may_be_table(x, product)]
         if not all(fits_beside(x, product) for x in tiles) or not is_local(value, product.shape):
             return False
         program = program_beside(value, product.shape)
@@ -138,6 +138,11 @@ class Plan:
             return False
         self._lengths[step] = length
         return True
+
+    def _may_be_table(self, value: Value, product: Product) -> bool:
+        """True for what may be a table of heads: a leaf, or what is known before all products and has other rows."""
+        is_known = self.place[value].step < 0 and not same_size(value.shape[0], product.shape[0])
+        return isinstance(value, Leaf) or is_known
 
     def _fits_beside(self, value: Value, step: int) -> bool:
         """False for a slice of the columns: it is stored, and its readers are placed after the product."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coda_jax.jaxprs.walk import executions, inner_jaxprs
+from coda_jax.jaxprs.walk import executions, inner_jaxprs, num_carried, num_constants
 
 # The result is the argument, in another shape or dtype, or with a property that XLA drops.
 _SAME = {
@@ -109,7 +109,7 @@ def mark_attentions_own(graphs: Sequence[Graph]) -> None:
         read = set(graph.results)
         for one in graph.operations:
             if one.name == "scan":
-                read.update(one.inputs[_constants(one.equation) :])
+                read.update(one.inputs[num_constants(one.equation) :])
             elif not one.is_attention:
                 read.update(one.inputs)
         others |= read | {array.outside for array in read if array.outside is not None}
@@ -202,7 +202,7 @@ class _Inliner:
             arguments = [_array(var.aval) for var in body.invars]
             carried = None
             if scanned is not None:  # its arguments are its body's, and so are its results
-                carried, constants = _carried(loop.equation), _constants(loop.equation)
+                carried, constants = num_carried(loop.equation), num_constants(loop.equation)
                 for i, (inner, outer) in enumerate(zip(arguments, loop.inputs, strict=True)):
                     inner.is_of_attention = outer.is_of_attention
                     if i < constants:
@@ -232,21 +232,6 @@ def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:
         return False
     shapes = [[getattr(x.aval, "shape", ()) for x in atoms] for atoms in (equation.invars, inner.invars)]
     return equation.primitive.name == "shard_map" or shapes[0] == shapes[1]
-
-
-def _carried(scan: core.JaxprEqn) -> int:
-    """The number of a scan's results that it carries from step to step. The others are stacked."""
-    (body,) = inner_jaxprs(scan)
-    pairs = zip(scan.outvars, body.outvars, strict=True)
-    return sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
-
-
-def _constants(scan: core.JaxprEqn) -> int:
-    """The number of a scan's arguments that each step reads entirely; they come first."""
-    (body,) = inner_jaxprs(scan)
-    pairs = zip(scan.invars, body.invars, strict=True)
-    unstacked = sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
-    return unstacked - _carried(scan)
 
 
 def _as_inside(outputs: Sequence[Array], results: Sequence[Array]) -> list[Array]:

@@ -71,6 +71,21 @@ def executions(equation: core.JaxprEqn) -> int:
     return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 
 
+def num_carried(scan: core.JaxprEqn) -> int:
+    """The number of a scan's results that it carries from step to step. The others are stacked."""
+    (body,) = inner_jaxprs(scan)
+    pairs = zip(scan.outvars, body.outvars, strict=True)
+    return sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
+
+
+def num_constants(scan: core.JaxprEqn) -> int:
+    """The number of a scan's arguments that each step reads entirely; they come first."""
+    (body,) = inner_jaxprs(scan)
+    pairs = zip(scan.invars, body.invars, strict=True)
+    unstacked = sum(getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) for outer, inner in pairs)
+    return unstacked - num_carried(scan)
+
+
 def equations(jaxpr: core.Jaxpr, times: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
     """All equations, with those of nested jaxprs, and how often each is executed."""
     for equation in jaxpr.eqns:

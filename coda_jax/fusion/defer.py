@@ -1,0 +1,133 @@
+"""A norm that a product may read deferred: its rows' factor goes through the product.
+
+    y = r x s, r of rows and s of columns:   y W = r (x (s W))
+
+It is tried where products alone read y, and r is a reciprocal root: then r is no zero, by which the derivative divides,
+and it waits for a sum over the row, so that y could be made in no epilogue. `graph.norm` has the derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.extend import core
+
+from coda_jax.fusion.dots import Equation
+from coda_jax.graph.values import Value, is_float
+
+if TYPE_CHECKING:
+    from coda_jax.fusion.lift import Lift
+
+
+@dataclasses.dataclass(eq=False)
+class Deferred:
+    """A value r x s.
+
+    Attributes:
+      base: x, a variable with rows.
+      rows: the variables whose product is r, with one element for each row.
+      powers: of each 1, or -1 where it divides.
+      columns: the variables whose product is s.
+      factor: a number that r is multiplied by.
+      value: of r, (M, 1), once it is made.
+    """
+
+    base: Any = None
+    rows: list[Any] = dataclasses.field(default_factory=list)
+    powers: list[int] = dataclasses.field(default_factory=list)
+    columns: list[Any] = dataclasses.field(default_factory=list)
+    factor: float = 1.0
+    value: Value | None = None
+
+    def times(self, other: Deferred) -> Deferred | None:
+        """The product of both; None if both have a base."""
+        if self.base is not None and other.base is not None:
+            return None
+        return Deferred(
+            other.base if self.base is None else self.base,
+            self.rows + other.rows,
+            self.powers + other.powers,
+            self.columns + other.columns,
+            self.factor * other.factor,
+        )
+
+    def inverse(self) -> Deferred | None:
+        """Its reciprocal, if it is one of rows and numbers."""
+        if self.base is not None or self.columns or not self.factor:
+            return None
+        return Deferred(rows=self.rows, powers=[-power for power in self.powers], factor=1 / self.factor)
+
+
+def deferred(x: Any, lift: Lift) -> Deferred | None:
+    """The variable x (rows..., D) as r x s; None if it is no such product."""
+    count = lift.rows.of(x)
+    if x.aval.ndim != count + 1 or not is_float(x.aval.dtype):
+        return None
+    found = _Factors(lift, count, x.aval.shape[-1]).of(x)
+    if found is None or found.base is None or found.base is x or not found.rows:
+        return None
+    each = zip(found.rows, found.powers, strict=True)
+    return found if all(_is_root(row, power, lift) for row, power in each) else None
+
+
+class _Factors:
+    """The factors of variables (rows..., D)."""
+
+    def __init__(self, lift: Lift, count: int, width: Any):
+        self._lift, self._count, self._width = lift, count, width
+
+    def of(self, x: Any) -> Deferred | None:
+        if isinstance(x, core.Literal):
+            return Deferred(factor=float(x.val)) if np.ndim(x.val) == 0 and is_float(np.result_type(x.val)) else None
+        lift = self._lift
+        x = lift._uncast(x)
+        if not lift.rows.of(x):
+            return self._column(x)
+        if math.prod(x.aval.shape[self._count :]) == 1 and self._width != 1:
+            return Deferred(rows=[_row(x, lift)], powers=[1])
+        equation = lift.jaxpr.eqns[lift.makers[x]] if x in lift.makers and lift.kinds[lift.makers[x]] == "map" else None
+        name = "" if equation is None else equation.primitive.name
+        if equation is not None and name == "broadcast_in_dim":
+            return self._broadcast(equation)
+        if equation is not None and name in ("mul", "div"):
+            left, right = map(self.of, equation.invars)
+            right = right.inverse() if right is not None and name == "div" else right
+            product = None if left is None or right is None else left.times(right)
+            if product is not None:
+                return product
+        return Deferred(base=x) if x.aval.shape[-1] == self._width else None
+
+    def _broadcast(self, equation: Equation) -> Deferred | None:
+        (x,), dimensions = equation.invars, equation.params["broadcast_dimensions"]
+        if isinstance(x, core.Literal) or self._lift.rows.of(x):
+            return self.of(x)
+        is_last = tuple(dimensions[-1:]) == (equation.outvars[0].aval.ndim - 1,)
+        return self._column(x) if is_last or not x.aval.ndim else None
+
+    def _column(self, x: Any) -> Deferred | None:
+        """A variable without rows that has an element for each column."""
+        sizes = x.aval.shape
+        is_column = bool(sizes) and sizes[-1] == self._width and math.prod(sizes[:-1]) == 1
+        return Deferred(columns=[x]) if is_column and is_float(x.aval.dtype) else None
+
+
+def _row(x: Any, lift: Lift) -> Any:
+    """The variable that a vector of rows is a copy of."""
+    while x in lift.makers and lift.kinds[lift.makers[x]] in ("map", "cast"):
+        equation = lift.jaxpr.eqns[lift.makers[x]]
+        if equation.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"):
+            break
+        (source,) = equation.invars
+        if isinstance(source, core.Literal) or lift.rows.of(source) != lift.rows.of(x):
+            break
+        x = source
+    return x
+
+
+def _is_root(x: Any, power: int, lift: Lift) -> bool:
+    """True for a reciprocal root of something of the row."""
+    maker = lift.jaxpr.eqns[lift.makers[x]].primitive.name if x in lift.makers else ""
+    return maker == ("rsqrt" if power > 0 else "sqrt")

@@ -1,0 +1,93 @@
+"""Products in a jaxpr: which `dot_general`s are products of two matrices, once the axes of rows are one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from coda_jax.epilogue.dtypes import FLOAT32, FLOATS
+from coda_jax.epilogue.values import same_shape
+
+Equation = Any  # a core.JaxprEqn: mypy knows no shape of its variables
+_PRECISE = ("HIGH", "HIGHEST", "F32", "TF32")  # of products in float32, in the names that JAX gives precisions
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A dot_general as a product of matrices, a (M, K) or with transpose_a (K, M), and b (K, N) or (N, K).
+
+    Attributes:
+      a, b: the variables of its factors.
+      rows_a: how many axes of a come first in its matrix.
+      rows_b: of b.
+      transpose_a: whether a's rows are summed over; then those of b are too, and the result has no rows.
+      transpose_b: whether the columns of b are summed over.
+    """
+
+    a: Any
+    b: Any
+    rows_a: int
+    rows_b: int
+    transpose_a: bool
+    transpose_b: bool
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        rows, columns = self.a.aval.shape[: self.rows_a], self.a.aval.shape[self.rows_a :]
+        b = self.b.aval.shape[: self.rows_b] if self.transpose_b else self.b.aval.shape[self.rows_b :]
+        return 2 * math.prod(rows) * math.prod(columns) * math.prod(b)
+
+
+def swaps_factors(transpose: Equation, dot: Equation) -> bool:
+    """True for a transpose of a dot_general's result that is the result of the factors in the other order."""
+    (sums, _), (batch, _) = dot.params["dimension_numbers"]
+    first, rank = dot.invars[0].aval.ndim - len(sums), dot.outvars[0].aval.ndim
+    return not batch and tuple(transpose.params["permutation"]) == (*range(first, rank), *range(first))
+
+
+def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
+    """The product that a dot_general is, or is with its factors in the other order; why it is none."""
+    a, b = equation.invars[::-1] if is_swapped else equation.invars
+    if isinstance(a, core.Literal) or isinstance(b, core.Literal):
+        return "a factor is a constant number"
+    if a.aval.dtype != b.aval.dtype or a.aval.dtype.name not in FLOATS:
+        return f"its factors are {a.aval.dtype} and {b.aval.dtype}"
+    if _is_precise(equation.params.get("precision")) and a.aval.dtype == np.dtype(FLOAT32):
+        return f"it asks for precision {equation.params['precision']}"
+    (sums_a, sums_b), (batch, _) = equation.params["dimension_numbers"]
+    if batch:
+        return "both factors have batch axes, as in attention"
+    sums_a, sums_b = (sums_b, sums_a) if is_swapped else (sums_a, sums_b)
+    pairs = sorted(zip(sums_a, sums_b, strict=True))
+    sums_a, sums_b = ([pair[i] for pair in pairs] for i in (0, 1))
+    if not pairs or len(sums_a) == a.aval.ndim or len(sums_b) == b.aval.ndim:
+        return "a factor is a vector, or nothing is summed over"
+    count = len(pairs)
+    if sums_a == _last(a, count):
+        if sums_b == list(range(count)):
+            return Dot(a, b, a.aval.ndim - count, count, False, False)
+        if sums_b == _last(b, count):
+            return Dot(a, b, a.aval.ndim - count, b.aval.ndim - count, False, True)
+    if sums_a == list(range(count)) and sums_b == sums_a:
+        return Dot(a, b, count, count, True, False)
+    return "the axes that it sums over are neither the first nor the last of its factors"
+
+
+def _last(x: Any, count: int) -> list[int]:
+    return list(range(x.aval.ndim - count, x.aval.ndim))
+
+
+def _is_precise(precision: Any) -> bool:
+    names = {str(getattr(x, "name", x)) for x in (precision if isinstance(precision, tuple) else (precision,))}
+    return any(name.startswith(_PRECISE) for name in names)
+
+
+def begins(shape: Sequence[Any], rows: Sequence[Any]) -> bool:
+    """True for a shape that begins with these axes, or is these."""
+    return len(shape) >= len(rows) and same_shape(shape[: len(rows)], rows)

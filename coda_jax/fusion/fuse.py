@@ -1,0 +1,183 @@
+"""`fuse`: a function of arrays whose products get fused epilogues."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from coda_jax.fusion.checked import checked
+from coda_jax.fusion.pieces import Options, Pieces, signature
+from coda_jax.graph.static import Static
+from coda_jax.graph.values import without_constants
+from coda_jax.primitives.call_arguments import check_implementation
+
+_SIGNATURES = 64  # of a function, whose traces are kept
+_ASKED_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class Fused:
+    """A function that `fuse` was applied to; it is called as the function is.
+
+    Attributes:
+      name: of the function.
+      pieces: the straight functions that its traces were made of.
+    """
+
+    def __init__(self, f: Callable[..., Any], options: Options, *, is_checked: bool = False):
+        functools.update_wrapper(self, f)
+        self._f, self.options, self._is_checked = f, options, is_checked
+        self.name = str(getattr(f, "__name__", type(f).__name__)).strip("<>")
+        self.pieces = Pieces(options)
+        self._traces: collections.OrderedDict[Hashable, _Traced | None] = collections.OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """f(*args, **kwargs)."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = self._traced(leaves, tree)
+        if traced is None:
+            return self._f(*args, **kwargs)
+        outputs = traced.function(*traced.consts, *filter(_is_array, leaves))
+        return jax.tree.unflatten(traced.tree, outputs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> Fused:
+        return self  # as functions are
+
+    def _traced(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
+        """The function at these arguments; None for one that asks for their values, which no trace has."""
+        config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+        each = (signature(x) if _is_array(x) else (type(x), Static(x)) for x in leaves)
+        key = tree, jax.sharding.get_abstract_mesh(), config, tuple(each)
+        if key in self._traces:
+            self._traces.move_to_end(key)
+            return self._traces[key]
+        traced = self._trace(leaves, tree)
+        if traced is None or not any(isinstance(x, jax.core.Tracer) for x in traced.consts):
+            self._traces[key] = traced
+            if len(self._traces) > _SIGNATURES:
+                self._traces.popitem(last=False)
+        return traced
+
+    def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
+        trees: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            args, kwargs = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
+            outputs, out_tree = jax.tree.flatten(self._f(*args, **kwargs))
+            trees.append(out_tree)
+            return outputs
+
+        flat.__name__ = self.name
+        try:
+            closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
+        except _ASKED_VALUE:
+            return None
+        function = self.pieces.function(closed, self.name)
+        if self._is_checked:
+            function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
+        return _Traced(function, closed.consts, trees[-1])
+
+    def fresh(self) -> Fused:
+        """The same, with no traces."""
+        return Fused(self._f, self.options)
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The function itself."""
+        return self._f
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A function at a signature: of the arrays that it closes over and those of its arguments, as lists of arrays.
+
+    Attributes:
+      function: the function.
+      consts: the arrays that it closes over.
+      tree: the structure of its results.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    consts: Sequence[Any]
+    tree: Any
+
+
+def fuse(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    exact: bool = False,
+    memory: str | None = "same",
+    check: bool = False,
+    implementation: str = "auto",
+) -> Any:
+    """A function whose products get fused epilogues, forward and backward, with no line of it changed.
+
+        loss = coda.fuse(loss)                   # then jax.grad(loss), under jit, vmap, scan, remat, shard_map
+        step = coda.fuse(jax.value_and_grad(f))  # also; the first fuses more
+
+    f is traced, as by jax.jit, before it is differentiated. Its products of matrices become kernels. What stands behind
+    them runs in their epilogues where it is local to tiles: biases, activations, gates, rotations of heads, residuals,
+    the sums of norms. So does the derivative of all that, which is derived of the same graph. An RMSNorm that products
+    alone read is applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map are
+    fused each by itself. All the rest runs as it is: attention, gathers, functions with a custom_vjp.
+
+    `coda.fuse.report(f, *args)` tells what became of each product, and why others are left alone.
+
+    Args:
+      f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays is called
+        as it is.
+      exact: round where f rounds, to 16 bits after each operation, and defer no norm. By default values stay float32
+        within an epilogue, as in a fusion of XLA's.
+      memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.
+      check: compute f and its gradient as JAX does too, in each call, and raise if they differ by more than 1e-3, or
+        5e-2 for floats of 16 bits, relative to the array's norm.
+      implementation: as in `coda.gemm`.
+
+    Returns:
+      A function with the arguments and the results of f.
+
+    Raises:
+      TypeError: f is not callable.
+      ValueError: another memory or implementation.
+    """
+    if f is None:
+        return functools.partial(fuse, exact=exact, memory=memory, check=check, implementation=implementation)
+    check_implementation("fuse", implementation)
+    if not callable(f):
+        raise TypeError(f"fuse: f = {f!r}; it must be a function")
+    if memory not in ("same", None):
+        raise ValueError(f"fuse: memory = {memory!r}; it must be 'same' or None")
+    return Fused(f, Options(bool(exact), memory, implementation), is_checked=bool(check))
+
+
+def _report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A table of what `fuse` makes of f(*args, **kwargs); a `coda_jax.tools.fusion_report.Report`.
+
+    Args:
+      f: a function, or what `fuse` made of one, whose options are then used.
+      args, kwargs: its arguments: arrays, or jax.ShapeDtypeStructs.
+    """
+    return importlib.import_module("coda_jax.tools.fusion_report").report(f, *args, **kwargs)
+
+
+fuse.report = _report  # type: ignore[attr-defined]
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)

@@ -1,0 +1,41 @@
+"""How many bytes a function keeps for its backward pass, beside its arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from coda_jax.graph.calls import is_key
+from coda_jax.graph.function import Graph
+from coda_jax.graph.values import is_float
+
+
+def kept_by_graph(graph: Graph) -> int:
+    """The bytes that the derivative of a graph keeps, for all leaves."""
+    kept = graph.derivative().kept
+    return sum(math.prod(x.shape) * x.stored_as(graph.dtype).itemsize for x in kept)
+
+
+def kept_by_jax(closed: core.ClosedJaxpr) -> int:
+    """The bytes that jax.vjp of a function keeps."""
+    is_differentiated = [not is_key(x) and is_float(x.dtype) for x in closed.in_avals]
+
+    def residuals(*arrays: jax.Array) -> list[jax.Array]:
+        def function(floats: list[jax.Array]) -> list[jax.Array]:
+            given = iter(floats)
+            return core.jaxpr_as_fun(closed)(
+                *(next(given) if flag else x for x, flag in zip(arrays, is_differentiated, strict=True))
+            )
+
+        floats = [x for x, flag in zip(arrays, is_differentiated, strict=True) if flag]
+        return jax.tree.leaves(jax.vjp(function, floats)[1])
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.in_avals]
+    jaxpr = jax.make_jaxpr(residuals)(*types).jaxpr
+    arguments = set(jaxpr.invars)
+    kept: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - arguments
+    return sum(math.prod(x.aval.shape) * (4 if is_key(x.aval) else np.dtype(x.aval.dtype).itemsize) for x in kept)

@@ -1,0 +1,579 @@
+"""A straight jaxpr as a graph: products of matrices, maps that treat rows alone, and calls for all the rest.
+
+a dot_general of two matrices, once the axes of rows are one, is a product
+equations that treat rows alone are maps: one for each array that something else reads, a sum that is finished for a
+whole row, or a value that two such arrays are made of
+all other equations are calls, as attention is: those that need nothing of each other's products are one
+casts between floats are no equations: a map sees float32, and a product rounds its factors
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
+from coda_jax.epilogue.values import same_shape
+from coda_jax.fusion.defer import Deferred, deferred
+from coda_jax.fusion.dots import Dot, Equation
+from coda_jax.fusion.merged import Merged
+from coda_jax.fusion.nested import Nested
+from coda_jax.fusion.rows import REDUCTIONS, SHAPES, Rows, sums_rows
+from coda_jax.fusion.straight import at_line
+from coda_jax.graph import values as nodes
+from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
+from coda_jax.graph.function import Graph
+from coda_jax.graph.norm import scaled_backward
+from coda_jax.graph.values import Leaf, Product, Value, is_float, mapped
+
+# Among them what makes arrays vary over manual mesh axes: a graph lets all its arguments vary alike.
+_CASTS = frozenset({"convert_element_type", "copy", "pvary", "pcast"})
+_COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Lifted:
+    """A function as a graph.
+
+    Attributes:
+      graph: of the arguments that it reads.
+      sources: for each of the graph's leaves the number of the argument that it is of.
+      products: for each dot_general the product that it became, or why it became none.
+    """
+
+    graph: Graph
+    sources: Sequence[int]
+    products: Sequence[tuple[Equation, Product | str]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unit:
+    """Results that are made together: a product's, a call's, or one value of a map."""
+
+    number: int
+    kind: str
+    equations: list[Equation]
+    results: list[Any]
+    inputs: list[Any]
+
+
+class Lift:
+    """The work of `lifted`.
+
+    Args:
+      jaxpr: a straight one; its constants are arguments.
+      nested: how equations with jaxprs of their own are run.
+      is_exact: whether values are rounded where the jaxpr rounds them, and no norm is deferred.
+      defers: whether norms are deferred through products.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr, nested: Nested, *, is_exact: bool, defers: bool):
+        self.jaxpr, self.nested, self.is_exact = jaxpr, nested, is_exact
+        self.rows = Rows(jaxpr)
+        self.dtype = self._products_dtype()
+        self.main = self.rows.main()
+        self.merged = Merged(self.rows.counts, is_exact)
+        self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
+        self.kinds = [self._kind(i, equation) for i, equation in enumerate(jaxpr.eqns)]
+        self.readers = self._readers()
+        self._move_copies_to_calls()
+        self.defers = defers and not is_exact and not has_narrow_range(self.dtype)
+        self.values: dict[Any, Value] = {}
+        self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
+        self.products: dict[int, Product] = {}
+        self._deferred: dict[Any, Deferred | None] = {}
+        self._tables: dict[Any, Value] = {}
+        self._scaled_weights: dict[Any, Value] = {}
+        self._arguments = {x: i for i, x in enumerate(jaxpr.invars)}
+
+    # --- what each equation is
+
+    def _products_dtype(self) -> np.dtype[Any]:
+        """The dtype of the factors in which most operations are done."""
+        flops: dict[Any, int] = defaultdict(int)
+        for dot in self.rows.dots.values():
+            flops[dot.a.aval.dtype] += dot.flops
+        return max(flops, key=lambda dtype: flops[dtype], default=np.dtype(FLOAT32))
+
+    def _kind(self, number: int, equation: Equation) -> str:
+        """The kind of an equation: product, map, cast or call."""
+        if number in self.rows.dots:
+            return "product" if self.rows.dots[number].a.aval.dtype == self.dtype else "call"
+        if number in self.rows.absorbed:
+            return "absorbed"
+        if self._is_cast(equation):
+            return "cast"
+        counts = {self.rows.of(x) for x in equation.outvars}
+        if sums_rows(equation, self.rows.counts):
+            return "map"
+        if len(counts) == 1 and counts != {0} and self.rows.is_alone(equation, *counts):
+            return "map"
+        return "call"
+
+    def _is_cast(self, equation: Equation) -> bool:
+        """True for a cast between floats, which changes no value here; exactly, for one to more precision."""
+        if equation.primitive.name not in _CASTS or not _variables(equation.invars):
+            return False
+        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        if before == after:
+            return True
+        return is_float(before) and is_float(after) and not (self.is_exact and before.itemsize > after.itemsize)
+
+    def _readers(self) -> dict[Any, list[int]]:
+        """The equations that read a variable, by number; -1 for the results of all."""
+        readers: dict[Any, list[int]] = defaultdict(list)
+        for i, equation in enumerate(self.jaxpr.eqns):
+            for x in dict.fromkeys(_variables(equation.invars)):
+                readers[x].append(i)
+        for x in dict.fromkeys(_variables(self.jaxpr.outvars)):
+            readers[x].append(-1)
+        return readers
+
+    def _move_copies_to_calls(self) -> None:
+        """Leaves what only moves or casts elements to the calls, where these alone read it."""
+        equations: list[Equation] = self.jaxpr.eqns
+        for i, equation in reversed(list(enumerate(equations))):
+            kinds = {self._kind_of_reader(j) for x in equation.outvars for j in self.readers[x]}
+            is_copy = self.kinds[i] == "map" and equation.primitive.name in _COPIES
+            if self.kinds[i] == "cast":  # what a map makes is stored as a call reads it
+                maker = self.makers.get(equation.invars[0], -1)
+                is_copy = _widens(equation) or (maker >= 0 and self.kinds[maker] == "call")
+            is_copy = is_copy or (
+                self.kinds[i] == "map" and _is_square(equation)
+            )  # a sum of squares reads its argument
+            if is_copy and kinds == {"call"} and equation.primitive.name != "name":
+                self.kinds[i] = "call"
+
+    def _kind_of_reader(self, number: int) -> str:
+        return "result" if number < 0 else self.kinds[number]
+
+    # --- units and their order
+
+    def _anchors(self) -> dict[Any, set[Any]]:
+        """For each result of a map's equation the arrays in whose maps it is computed; its own where it is one."""
+        targets: dict[Any, set[Any]] = {}
+        is_cast_read: dict[Any, bool] = {}
+        for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
+            if self.kinds[i] not in ("map", "cast"):
+                continue
+            is_sum = equation.primitive.name in REDUCTIONS
+            for x in equation.outvars:
+                used: set[Any] = set()
+                is_read = is_sum
+                for j in self.readers[x]:
+                    if self._kind_of_reader(j) in ("map", "cast"):
+                        used |= set().union(*(targets[y] for y in self.jaxpr.eqns[j].outvars))
+                        is_read = is_read or any(is_cast_read.get(y, False) for y in self.jaxpr.eqns[j].outvars)
+                    else:
+                        is_read = True
+                if self.kinds[i] == "cast":
+                    targets[x], is_cast_read[x] = used, is_read
+                else:
+                    is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
+                    targets[x] = {x} if is_anchor else used
+        return targets
+
+    def _levels(self) -> dict[int, int]:
+        """For each call's equation how many calls come before it with a product or a map between; as late as it may."""
+        level: dict[Any, int] = {}
+        own: dict[int, int] = {}
+        for i, equation in enumerate(self.jaxpr.eqns):
+            is_call = self.kinds[i] == "call"
+            depth = 0
+            for x in _variables(equation.invars):
+                behind_call = x in self.makers and self.kinds[self.makers[x]] == "call"
+                depth = max(depth, level.get(x, 0) + (behind_call and not is_call))
+            level |= dict.fromkeys(equation.outvars, depth)
+            if is_call:
+                own[i] = depth
+        for i in reversed(own):
+            readers = [j for x in self.jaxpr.eqns[i].outvars for j in self.readers[x]]
+            if readers and all(self._kind_of_reader(j) == "call" for j in readers):
+                own[i] = min(own[j] for j in readers)
+        return own
+
+    def _calls(self) -> list[list[int]]:
+        """The equations of each call: those of a level that read each other's results."""
+        levels, group = self._levels(), {}
+        for i in levels:
+            group[i] = {i}
+        for i in levels:
+            for x in self.jaxpr.eqns[i].outvars:
+                for j in self.readers[x]:
+                    if j in levels and levels[j] == levels[i] and group[j] is not group[i]:
+                        merged = group[i] | group[j]
+                        group |= dict.fromkeys(merged, merged)
+        return [sorted(one) for one in {id(one): one for one in group.values()}.values()]
+
+    def _units(self) -> list[_Unit]:
+        """All units, each after those whose results it reads."""
+        targets, units = self._anchors(), []
+        for i, equation in enumerate(self.jaxpr.eqns):
+            if self.kinds[i] == "product":
+                units.append(_Unit(i, "product", [equation], [self.rows.results[i]], _variables(equation.invars)))
+            elif self.kinds[i] == "map":
+                for x in (x for x in equation.outvars if x in targets[x]):
+                    equations, inputs = self._inlined(x, targets)
+                    units.append(_Unit(i, "map", equations, [x], inputs))
+        for numbers in self._calls():
+            equations = [self.jaxpr.eqns[i] for i in numbers]
+            made = {x for equation in equations for x in equation.outvars}
+            inputs = list(dict.fromkeys(x for e in equations for x in _variables(e.invars) if x not in made))
+            results = [x for x in made if any(j not in numbers for j in self.readers[x])]
+            results.sort(key=lambda x: self.makers[x])
+            units.append(_Unit(numbers[0], "call", equations, results, inputs))
+        return self._in_order(units)
+
+    def _inlined(self, result: Any, targets: dict[Any, set[Any]]) -> tuple[list[Equation], list[Any]]:
+        """The equations that compute one value of a map, and the variables that these read of others."""
+        equations: set[int] = set()
+        inputs: dict[Any, None] = {}
+        open_ = [result]
+        while open_:
+            x = open_.pop()
+            i = self.makers.get(x, -1)
+            is_inlined = i >= 0 and self.kinds[i] == "map" and (x is result or x not in targets[x])
+            if i >= 0 and self.kinds[i] == "cast":
+                open_ += _variables(self.jaxpr.eqns[i].invars)
+                equations.add(i)
+            elif not is_inlined:
+                inputs[x] = None
+            elif i not in equations:
+                equations.add(i)
+                open_ += _variables(self.jaxpr.eqns[i].invars)
+        return [self.jaxpr.eqns[i] for i in sorted(equations)], sorted(inputs, key=lambda x: self.makers.get(x, -1))
+
+    def _in_order(self, units: Sequence[_Unit]) -> list[_Unit]:
+        """The units, each after those whose results it reads, otherwise as their first equations come."""
+        maker = {x: unit for unit in units for x in unit.results}
+        waits: dict[_Unit, int] = {}
+        users: dict[_Unit, list[_Unit]] = defaultdict(list)
+        for unit in units:
+            needed = {maker[y] for x in unit.inputs for y in [self._uncast(x)] if y in maker} - {unit}
+            waits[unit] = len(needed)
+            for other in needed:
+                users[other].append(unit)
+        ready = [(unit.number, i, unit) for i, unit in enumerate(units) if not waits[unit]]
+        heapq.heapify(ready)
+        order, counter = [], itertools.count(len(units))
+        while ready:
+            *_, unit = heapq.heappop(ready)
+            order.append(unit)
+            for user in users[unit]:
+                waits[user] -= 1
+                if not waits[user]:
+                    heapq.heappush(ready, (user.number, next(counter), user))
+        assert len(order) == len(units), "units that wait for each other"
+        return order
+
+    def _uncast(self, x: Any) -> Any:
+        """The variable that a cast is of."""
+        while not isinstance(x, core.Literal) and x in self.makers and self.kinds[self.makers[x]] == "cast":
+            x = self.jaxpr.eqns[self.makers[x]].invars[0]
+        return x
+
+    # --- values
+
+    def run(self) -> list[Value]:
+        """The values of the results."""
+        for unit in self._units():
+            {"product": self._product, "map": self._map, "call": self._call}[unit.kind](unit)
+        return [self.value(x) for x in self.jaxpr.outvars]
+
+    def value(self, x: Any) -> Value:
+        """The value of a variable, in its own shape."""
+        if isinstance(x, core.Literal):
+            return self._constant(x)
+        x = self._uncast(x)
+        if x in self.values:
+            return self.values[x]
+        assert x in self._arguments, f"{x} is not made yet"
+        return self._leaf(x, self.shape(x))
+
+    def shape(self, x: Any) -> tuple[Any, ...]:
+        """The shape of a variable's value: (M, N) with rows, (M, 1) if it has no columns; else of at most two axes."""
+        sizes, count = _type(x).shape, self.rows.of(x)
+        if count:
+            return math.prod(sizes[:count]), math.prod(sizes[count:])
+        return tuple(sizes) if len(sizes) < 3 else (sizes[0], math.prod(sizes[1:]))
+
+    def _constant(self, x: Any) -> Value:
+        value: Value = mapped(lambda: jnp.asarray(x.val, x.aval.dtype), derived="constant")
+        return value
+
+    def _leaf(self, x: Any, shape: tuple[Any, ...]) -> Leaf:
+        """An argument in this shape."""
+        if (x, shape) not in self.leaves:
+            has_rows = self._has_main_rows(x) and shape == self.shape(x)
+            dtype = np.dtype("uint32") if is_key(x.aval) else x.aval.dtype
+            has_one_row = bool(self.rows.of(x)) and shape[:1] == (1,)
+            self.leaves[x, shape] = Leaf(shape, dtype, has_rows=has_rows, has_one_row=has_one_row)
+        return self.leaves[x, shape]
+
+    def _has_main_rows(self, x: Any) -> bool:
+        count = self.rows.of(x)
+        return 1 < count == len(self.main) and same_shape(x.aval.shape[:count], self.main)
+
+    def _viewed(self, x: Any, shape: tuple[Any, ...]) -> Value:
+        """The value of a variable in another shape of as many elements."""
+        x = self._uncast(x)
+        value = self._leaf(x, shape) if x in self._arguments else self.value(x)
+        if same_shape(value.shape, shape):
+            return value
+        reshaped: Value = mapped(lambda array: jnp.reshape(array, shape), value, derived="reshape")
+        return reshaped
+
+    def _product(self, unit: _Unit) -> None:
+        dot, (out,) = self.rows.dots[unit.number], unit.results
+        b_shape = _matrix(dot.b, dot.rows_b)
+        norm = self._deferred_factor(dot)
+        if norm is None:
+            a, b = self._viewed(dot.a, _matrix(dot.a, dot.rows_a)), self._viewed(dot.b, b_shape)
+        else:
+            a, b = self._computed(norm.base), self._scaled(norm, dot, b_shape)
+        product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
+        self.products[unit.number] = product
+        value: Value = product
+        if norm is not None:
+            value = mapped(
+                jnp.multiply,
+                product,
+                self._row_factor(norm),
+                pullback=scaled_backward,
+                takes_inner=True,
+                derived="norm",
+            )
+        if out.aval.dtype != self.dtype:
+            product.made_of = value.made_of = frozenset({np.dtype(out.aval.dtype)})
+        if self.is_exact and out.aval.dtype != np.dtype(FLOAT32):
+            value = mapped(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")
+        self.values[out] = value
+
+    def _deferred_factor(self, dot: Dot) -> Deferred | None:
+        """The norm that the first factor is, if products alone read it."""
+        a = self._uncast(dot.a)
+        if not self.defers or dot.transpose_a or self.rows.of(a) != dot.rows_a:
+            return None
+        if a not in self._deferred:
+            found = deferred(a, self) if self._is_factor_alone(a) else None
+            self._deferred[a] = found
+        return self._deferred[a]
+
+    def _is_factor_alone(self, a: Any) -> bool:
+        """True if products that sum over its columns alone read this variable, directly or as a cast."""
+        open_ = [a]
+        while open_:
+            x = open_.pop()
+            for j in self.readers[x]:
+                kind = self._kind_of_reader(j)
+                if kind == "cast":
+                    open_ += self.jaxpr.eqns[j].outvars
+                elif kind != "product" or self.rows.dots[j].a is not x or self.rows.dots[j].transpose_a:
+                    return False
+        return True
+
+    def _scaled(self, norm: Deferred, dot: Dot, shape: tuple[Any, ...]) -> Value:
+        """The second factor with the columns' factors of the norm multiplied into what is summed over."""
+        w = self._viewed(dot.b, shape)
+        for x in norm.columns:
+            column = self._viewed(x, (math.prod(x.aval.shape),))
+            key = w, column, dot.transpose_b
+            if key not in self._scaled_weights:
+                as_matrix = _as_row if dot.transpose_b else _as_column
+                scale = mapped(as_matrix, column, derived="scale")
+                self._scaled_weights[key] = mapped(jnp.multiply, scale, w, derived="scale")
+            w = self._scaled_weights[key]
+        return w
+
+    def _row_factor(self, norm: Deferred) -> Value:
+        """The product of the rows' factors, (M, 1)."""
+        if norm.value is None:
+            factors = [self._computed(x) for x in norm.rows]
+            powers = tuple(norm.powers)
+            multiply = functools.partial(_powers, powers=powers, factor=norm.factor)
+            is_one = powers == (1,) and norm.factor == 1.0
+            norm.value = factors[0] if is_one else mapped(multiply, *factors, derived="rstd")
+        return norm.value
+
+    def _computed(self, x: Any) -> Value:
+        """The value of a variable of a map, which may be computed inside of others."""
+        x = self._uncast(x)
+        if x not in self.values and x not in self._arguments:
+            equations, inputs = self._inlined(x, self._targets)
+            self.values[x] = self._mapped(equations, inputs, x)
+        return self.value(x)
+
+    @functools.cached_property
+    def _targets(self) -> dict[Any, set[Any]]:
+        return self._anchors()
+
+    def _map(self, unit: _Unit) -> None:
+        (result,) = unit.results
+        if self._is_of_no_use(result):
+            return
+        self.values[result] = self._mapped(unit.equations, unit.inputs, result)
+
+    def _is_of_no_use(self, x: Any) -> bool:
+        """True for a factor of products that read the norm deferred."""
+        readers = [j for j in self.readers[x] if self._kind_of_reader(j) == "product"]
+        return (
+            bool(readers)
+            and all(self._deferred_factor(self.rows.dots[j]) for j in readers)
+            and self._is_factor_alone(x)
+        )
+
+    def _mapped(self, equations: Sequence[Equation], inputs: Sequence[Any], result: Any) -> Value:
+        """One value of a map of these equations."""
+        shape, merged = self.shape(result), self.merged
+        first = next((x for x in inputs if self.rows.of(x)), result)
+        sizes, count = first.aval.shape[: self.rows.of(first)], self.rows.of(first)
+        rows = math.prod(sizes)
+        tables = [count if self._is_table(x, equations, count) else 0 for x in inputs]
+        values = [self._repeated(x, sizes) if flag else self.value(x) for x, flag in zip(inputs, tables, strict=True)]
+
+        def function(*arrays: jax.Array) -> jax.Array:
+            each = zip(inputs, arrays, tables, strict=True)
+            known = {x: merged.seen(x, array, rows, table) for x, array, table in each}
+            for equation in equations:
+                read = [merged.read(x) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
+                known.update(zip(equation.outvars, merged.results(equation, read), strict=True))
+            return merged.as_value(result, known[result], rows, shape)
+
+        function.__name__ = equations[-1].primitive.name
+        value: Value = mapped(function, *values, derived=function.__name__)
+        if isinstance(value, nodes.Map) and value.is_tile and self._is_read_in_float32(result):
+            value.made_of = frozenset({np.dtype(FLOAT32)})
+        names = [e.params["name"] for e in equations if e.primitive.name == "name" and result in e.outvars]
+        value.name = names[0] if names else value.name
+        return value
+
+    def _is_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:
+        """True for an input that elementwise operations read beside rows, and that differs along some of their axes."""
+        return self.merged.is_table(x, count) and any(
+            x in e.invars and e.outvars[0].aval.ndim == x.aval.ndim for e in equations
+        )
+
+    def _repeated(self, x: Any, sizes: Sequence[int]) -> Value:
+        """A table as a value (M, N), or (S, N) where an epilogue repeats its rows: where it is one of heads."""
+        count, rest, value = len(sizes), x.aval.shape[len(sizes) :], self.value(x)
+        own = [size != 1 for size in x.aval.shape[:count]]
+        is_of_heads = len(rest) > 1 and 1 in rest[:-1] and own == sorted(own)
+        lead = x.aval.shape[:count] if is_of_heads else sizes
+
+        def repeat(array: jax.Array) -> jax.Array:
+            table = jnp.broadcast_to(array.reshape(x.aval.shape), (*lead, *rest))
+            return table.reshape(math.prod(lead), math.prod(rest))
+
+        key = x, tuple(lead)
+        if key not in self._tables:
+            self._tables[key] = mapped(repeat, value, derived="table")
+        return self._tables[key]
+
+    def _is_read_in_float32(self, x: Any) -> bool:
+        """True for float32 values that a call or the caller reads, where products are of another dtype."""
+        if x.aval.dtype != np.dtype(FLOAT32) or self.dtype == np.dtype(FLOAT32):
+            return False
+        return any(self._kind_of_reader(j) in ("call", "result") for j in self.readers[x])
+
+    def _call(self, unit: _Unit) -> None:
+        equations, inputs, results, nested = unit.equations, unit.inputs, unit.results, self.nested
+
+        def function(*arrays: jax.Array) -> list[jax.Array]:
+            known = {
+                x: jax.random.wrap_key_data(array, impl=key_impl_of(x.aval)) if is_key(x.aval) else array
+                for x, array in zip(inputs, arrays, strict=True)
+            }
+            for equation in equations:
+                read = [x.val if isinstance(x, core.Literal) else known[x] for x in equation.invars]
+                known.update(zip(equation.outvars, at_line(equation, nested, equation, read), strict=True))
+            return [data_of(known[x]) for x in results]
+
+        closed = jax.make_jaxpr(function)(*map(_type, inputs))
+        values = [self.value(x) for x in inputs]
+        shapes = list(map(self.shape, results))
+        call = Call(f"'{equations[-1].primitive.name}'", closed, values, self.main, shapes)
+        for x, value in zip(results, call.results, strict=True):
+            value.has_rows = self._has_main_rows(x)
+            self.values[x] = value
+
+
+def lifted(
+    closed: core.ClosedJaxpr, name: str, nested: Nested, *, is_exact: bool, defers: bool, implementation: str
+) -> Lifted:
+    """The graph of a straight jaxpr.
+
+    Args:
+      closed: its constants are no arguments of the graph's: there must be none.
+      name: of the function.
+      nested, is_exact, defers: as in `Lift`.
+      implementation: as in `gemm`.
+    """
+    lift = Lift(closed.jaxpr, nested, is_exact=is_exact, defers=defers)
+    outputs = lift.run()
+    rows = lift.main if len(lift.main) > 1 else ()
+    dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
+    leaves = list(lift.leaves.values())
+    graph = Graph(name, leaves, outputs, lift.dtype, dtypes, rows, implementation, keeps_joins=False)
+    sources = [lift._arguments[x] for x, _ in lift.leaves]
+    dots = {i: x for i, x in enumerate(closed.jaxpr.eqns) if x.primitive.name == "dot_general"}
+    reasons = {i: f"its factors are {dot.a.aval.dtype}, others' {lift.dtype}" for i, dot in lift.rows.dots.items()}
+    reasons |= lift.rows.reasons
+    products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in dots.items()]
+    return Lifted(graph, sources, products)
+
+
+def _widens(cast: Equation) -> bool:
+    return bool(cast.invars[0].aval.dtype.itemsize < cast.outvars[0].aval.dtype.itemsize)
+
+
+def _is_square(equation: Equation) -> bool:
+    inputs = equation.invars
+    is_product = equation.primitive.name == "mul" and inputs[0] is inputs[1]
+    return is_product or equation.primitive.name in ("square", "integer_pow")
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [x for x in atoms if not isinstance(x, core.Literal)]
+
+
+def _matrix(x: Any, rows: int) -> tuple[Any, ...]:
+    """The shape of a variable with its first axes as one, and the others as one."""
+    return math.prod(x.aval.shape[:rows]), math.prod(x.aval.shape[rows:])
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a variable's array in a call; of keys, that of their data."""
+    if is_key(x.aval):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
+    return jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+
+
+def _as_column(x: jax.Array) -> jax.Array:
+    return x[:, None]
+
+
+def _as_row(x: jax.Array) -> jax.Array:
+    return x[None, :]
+
+
+def _rounded(x: jax.Array, *, dtype: Any) -> jax.Array:
+    return x.astype(dtype)
+
+
+def _powers(*factors: jax.Array, powers: Sequence[int], factor: float) -> jax.Array:
+    """The product of factors, each multiplied (1) or divided by (-1)."""
+    total = jnp.float32(factor)
+    for x, power in zip(factors, powers, strict=True):
+        total = total * x if power > 0 else total / x
+    return jnp.asarray(total)

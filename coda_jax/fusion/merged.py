@@ -1,0 +1,183 @@
+"""Equations that treat rows alone, evaluated on arrays whose rows are one axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.fusion.dots import Equation
+from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.evaluate import evaluate
+
+_REDUCE: Mapping[str, Callable[..., jax.Array]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """How equations are evaluated.
+
+    Attributes:
+      counts: how many axes in front are rows, of the variables that have rows.
+      is_exact: whether values are rounded to the dtypes of the equations; else floats stay float32.
+    """
+
+    counts: Mapping[Any, int]
+    is_exact: bool
+
+    def shape(self, x: Any, rows: Any) -> tuple[Any, ...]:
+        """The shape of a variable's array: with so many rows as one axis, if it has rows."""
+        count = self.counts.get(x, 0)
+        return (rows, *x.aval.shape[count:]) if count else tuple(x.aval.shape)
+
+    def results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[jax.Array]:
+        """The results of an equation, with one axis of all rows, or of size 1 where all rows are the same."""
+        name, params = equation.primitive.name, equation.params
+        count = max(self.counts.get(x, 0) for x in (*equation.outvars, *_variables(equation)))
+        if name == "custom_jvp_call":
+            return self._custom(equation, self._beside(equation, inputs, count))
+        if name in ELEMENTWISE or name == "name":
+            return self._elementwise(equation, self._beside(equation, inputs, count))
+        out = equation.outvars[0].aval
+        if name == "iota":
+            return [lax.broadcasted_iota(params["dtype"], (1, *out.shape[count:]), params["dimension"] - count + 1)]
+        x = inputs[0]
+        if name == "broadcast_in_dim":
+            return [self._broadcast(equation, x, count)]
+        if name == "concatenate":
+            rows = max(one.shape[0] for one in inputs)
+            alike = [jnp.broadcast_to(one, (rows, *one.shape[1:])) for one in inputs]
+            return [lax.concatenate(alike, params["dimension"] - count + 1)]
+        if name in ("reshape", "squeeze"):
+            return [lax.reshape(x, (x.shape[0], *out.shape[count:]))]
+        if name == "transpose":
+            return [lax.transpose(x, (0, *(axis - count + 1 for axis in params["permutation"][count:])))]
+        if name in _REDUCE:
+            axes = sorted({max(axis - count + 1, 0) for axis in params["axes"]})
+            return [_REDUCE[name](x, axis=tuple(axes))]
+        if name == "slice":
+            starts, limits = params["start_indices"][count:], params["limit_indices"][count:]
+            strides = (params["strides"] or (1,) * x.ndim)[count:] if params["strides"] else (1,) * len(starts)
+            return [lax.slice(x, (0, *starts), (x.shape[0], *limits), (1, *strides))]
+        if name == "split":
+            return list(lax.split(x, params["sizes"], axis=params["axis"] - count + 1))
+        if name == "pad":
+            value = jnp.asarray(inputs[1], x.dtype)
+            return [lax.pad(x, value, [(0, 0, 0), *params["padding_config"][count:]])]
+        raise NotImplementedError(name)
+
+    def read(self, x: Any) -> Any:
+        """A literal's value, in the dtype that its variable would have here."""
+        value = jnp.asarray(x.val, x.aval.dtype)
+        return value if self.is_exact or not is_float(value.dtype) else value.astype(FLOAT32)
+
+    def is_table(self, x: Any, count: int) -> bool:
+        """True for a variable without rows of its own that differs along some of `count` axes of rows."""
+        if isinstance(x, core.Literal) or self.counts.get(x) or x.aval.ndim < count:
+            return False
+        return any(size != 1 for size in x.aval.shape[:count])
+
+    def seen(self, x: Any, array: jax.Array, rows: Any, table: int = 0) -> jax.Array:
+        """A value's array (M, N) as equations see the variable; a table of so many axes of rows has all rows."""
+        if table:
+            repeated = array if array.shape[0] == rows else jnp.tile(array, (rows // array.shape[0], 1))
+            array = repeated.reshape(rows, *x.aval.shape[table:])
+        else:
+            array = jnp.reshape(array, self.shape(x, rows))
+        return array.astype(x.aval.dtype) if self.is_exact else array
+
+    def as_value(self, x: Any, array: jax.Array, rows: Any, shape: tuple[Any, ...]) -> jax.Array:
+        """The array of a variable as its value has it."""
+        if self.counts.get(x) and array.shape[0] != rows:
+            array = jnp.broadcast_to(array, (rows, *array.shape[1:]))
+        return jnp.reshape(array, shape)
+
+    def _beside(self, equation: Equation, inputs: Sequence[Any], count: int) -> list[Any]:
+        """The arguments of an elementwise operation, each with one axis of rows or of no axes."""
+        arrays: list[Any] = [] if count else list(inputs)
+        for x, array in zip(equation.invars, inputs, strict=True) if count else ():
+            is_alike = isinstance(x, core.Literal) or not (self.counts.get(x) or self.is_table(x, count))
+            arrays.append(array.reshape(1, *array.shape[count:]) if is_alike and array.ndim else array)
+        return arrays
+
+    def _elementwise(self, equation: Equation, inputs: list[Any]) -> Sequence[jax.Array]:
+        name, params = equation.primitive.name, equation.params
+        if name in ("name", "copy"):
+            return inputs
+        if name == "convert_element_type":
+            dtype = params["new_dtype"]
+            if not self.is_exact and is_float(dtype):
+                dtype = FLOAT32
+            return [inputs[0].astype(dtype)]
+        shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
+        scalars = {"select_n": (0,), "clamp": (0, 2)}.get(name, ())  # what may be a number beside arrays
+        alike = [x if i in scalars and not x.ndim else jnp.broadcast_to(x, shape) for i, x in enumerate(inputs)]
+        return bind(equation.primitive, alike, params)
+
+    def _broadcast(self, equation: Equation, x: jax.Array, count: int) -> jax.Array:
+        rest, dimensions = equation.outvars[0].aval.shape[count:], equation.params["broadcast_dimensions"]
+        if self.counts.get(equation.invars[0]) if not isinstance(equation.invars[0], core.Literal) else 0:
+            axes = [0, *(axis - count + 1 for axis in dimensions[count:])]
+            return lax.broadcast_in_dim(x, (x.shape[0], *rest), axes)
+        kept = [i for i, axis in enumerate(dimensions) if axis >= count]
+        x = x.reshape([x.shape[i] for i in kept])
+        return lax.broadcast_in_dim(x, (1, *rest), [dimensions[i] - count + 1 for i in kept])
+
+    def _custom(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[jax.Array]:
+        """A function with a derivative of its own, which is evaluated on arrays with one axis of rows too."""
+        shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
+        inputs = [x if not x.ndim else jnp.broadcast_to(x, shape) for x in inputs]
+        body = core.ClosedJaxpr(*opened(callee(equation)))
+        types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+        is_differentiated = [is_float(x.dtype) for x in types]
+        evaluated = self._elementwise_function(body)
+
+        def tangents_of(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> list[jax.Array]:
+            def one(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+                given = iter(tangents)
+                all_tangents = [
+                    next(given) if flag else jnp.zeros(x.shape, jax.dtypes.float0)
+                    for x, flag in zip(primals, is_differentiated, strict=True)
+                ]
+                return jax.jvp(lambda *xs: bind(equation.primitive, xs, equation.params), primals, all_tangents)[1]
+
+            floats = [x for x, flag in zip(types, is_differentiated, strict=True) if flag]
+            derivative = jax.make_jaxpr(one)(types, floats)
+            return self._elementwise_function(derivative)(*primals, *tangents)
+
+        function = jax.custom_jvp(evaluated)
+
+        @function.defjvp
+        def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            given = [t for t, flag in zip(tangents, is_differentiated, strict=True) if flag]
+            return function(*primals), tangents_of(primals, given)
+
+        results: Sequence[jax.Array] = function(*inputs)
+        return results
+
+    def _elementwise_function(self, closed: core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
+        """A function of elementwise operations for arrays of another shape than it was traced for."""
+
+        def apply(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+            name = equation.primitive.name
+            arrays = [jnp.asarray(x) for x in inputs]
+            if not self.is_exact:
+                arrays = [x.astype(FLOAT32) if is_float(x.dtype) else x for x in arrays]
+            if name == "broadcast_in_dim":
+                return arrays  # of a number
+            return self._elementwise(equation, arrays)
+
+        return lambda *arrays: evaluate(closed.jaxpr, closed.consts, arrays, apply, CALLS | CUSTOM_DERIVATIVES)
+
+
+def _variables(equation: Equation) -> list[Any]:
+    return [x for x in equation.invars if not isinstance(x, core.Literal)]

@@ -1,0 +1,203 @@
+"""The straight pieces of a function: each becomes a graph, or stays as it is, with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
+from coda_jax.fusion.lift import Lifted, lifted
+from coda_jax.fusion.nested import Nested, has_products
+from coda_jax.fusion.straight import at_line, line_of, straight
+from coda_jax.graph.calls import data_of, is_key, key_impl_of
+from coda_jax.graph.values import without_constants
+from coda_jax.jaxprs.evaluate import read
+from coda_jax.primitives.mesh_types import explicit_cuts, varying_axes
+
+_COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
+
+Function = Callable[..., Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How functions are fused.
+
+    Attributes:
+      is_exact: whether values are rounded where the function rounds them.
+      memory: "same" where a backward pass may keep no more than JAX's own; None for whatever is fastest.
+      implementation: as in `gemm`.
+    """
+
+    is_exact: bool
+    memory: str | None
+    implementation: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A straight function: the function itself, a loop's body, a branch, what a checkpoint holds.
+
+    Attributes:
+      name: of the function, or of what holds it.
+      lifted: the graph that it became; None if it stays as it is.
+      reason: why it stays.
+      jaxpr: its equations.
+    """
+
+    name: str
+    lifted: Lifted | None
+    reason: str
+    jaxpr: core.ClosedJaxpr
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        if self.lifted is None:
+            return core.jaxpr_as_fun(self.jaxpr)(*arrays)
+        given = (_as_array(arrays[i], self.jaxpr.in_avals[i]) for i in self.lifted.sources)
+        outputs = self.lifted.graph(*map(data_of, given))
+        return [_as_result(x, aval) for x, aval in zip(outputs, self.jaxpr.out_avals, strict=True)]
+
+
+class Pieces:
+    """The pieces of a function, made when they are first called with arrays of new types.
+
+    Attributes:
+      made: all of them, in order.
+    """
+
+    def __init__(self, options: Options):
+        self.options, self.made = options, list[Piece]()
+
+    def function(self, closed: core.ClosedJaxpr, name: str) -> Function:
+        """A jaxpr, fused, as a function of its constants and its arguments."""
+        whole = without_constants(closed) if closed.consts else closed
+        if not has_products(whole.jaxpr):
+            return core.jaxpr_as_fun(whole)
+        known: dict[Hashable, Function] = {}
+
+        def function(*arrays: Any) -> Sequence[Any]:
+            key = jax.sharding.get_abstract_mesh(), tuple(map(signature, arrays))
+            if key not in known:
+                known[key] = self._function_at(whole, name, arrays)
+            return known[key](*arrays)
+
+        return function
+
+    def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> Function:
+        """The function for arrays of these types."""
+        flat = straight(whole, arrays)
+        if flat.jaxpr.effects:
+            return _Segments(flat, name, self)
+        found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
+        if not reason:
+            found, reason = self._lifted(flat, name)
+        piece = Piece(name, found, reason, flat)
+        self.made.append(piece)
+        return piece
+
+    def _lifted(self, flat: core.ClosedJaxpr, name: str) -> tuple[Lifted | None, str]:
+        """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
+        most = kept_by_jax(flat) if self.options.memory == "same" else float("inf")
+        for defers in (True, False):
+            found = lifted(
+                flat,
+                name,
+                Nested(self.function),
+                is_exact=self.options.is_exact,
+                defers=defers,
+                implementation=self.options.implementation,
+            )
+            kept = kept_by_graph(found.graph)
+            if kept <= most:
+                return found, ""
+        return (
+            None,
+            f"its backward pass would keep {kept / 2**20:.1f} MiB; as JAX derives it, it keeps {most / 2**20:.1f}",
+        )
+
+
+class _Segments:
+    """A function with side effects: what stands between two of them is a piece, and they stay in their order."""
+
+    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces):
+        self._jaxpr, self._nested = flat.jaxpr, Nested(pieces.function)
+        self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
+        groups: list[list[Equation]] = [[]]
+        for equation in flat.jaxpr.eqns:
+            groups += [[equation], []] if equation.effects else []
+            if not equation.effects:
+                groups[-1].append(equation)
+        for i, group in enumerate(groups):
+            if i % 2:
+                self._parts.append(group[0])
+            elif group:
+                later = [x for other in groups[i + 1 :] for e in other for x in e.invars] + list(flat.jaxpr.outvars)
+                self._parts.append(self._segment(group, later, name, pieces))
+
+    def _segment(
+        self, group: Sequence[Equation], later: Sequence[Any], name: str, pieces: Pieces
+    ) -> tuple[Function, list[Any], list[Any]]:
+        made = {x for equation in group for x in equation.outvars}
+        read_later = {x for x in later if not isinstance(x, core.Literal)}
+        inputs = list(dict.fromkeys(x for e in group for x in e.invars if not isinstance(x, core.Literal)))
+        inputs = [x for x in inputs if x not in made]
+        results = [x for equation in group for x in equation.outvars if x in read_later]
+
+        def segment(*arrays: Any) -> list[Any]:
+            known = dict(zip(inputs, arrays, strict=True))
+            for equation in group:
+                given = [read(known, x) for x in equation.invars]
+                known.update(zip(equation.outvars, at_line(equation, self._nested, equation, given), strict=True))
+            return [known[x] for x in results]
+
+        def function(*arrays: Any) -> Sequence[Any]:
+            closed = jax.make_jaxpr(segment)(*arrays)
+            return pieces.function(closed, name)(*closed.consts, *arrays)
+
+        return function, inputs, results
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        known = dict(zip(self._jaxpr.invars, arrays, strict=True))
+        for part in self._parts:
+            if isinstance(part, tuple):
+                function, inputs, results = part
+                known.update(zip(results, function(*(known[x] for x in inputs)), strict=True))
+            else:
+                given = [read(known, x) for x in part.invars]
+                known.update(zip(part.outvars, at_line(part, self._nested, part, given), strict=True))
+        return [read(known, x) for x in self._jaxpr.outvars]
+
+
+def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
+    """Why a piece is not fused; empty if it is."""
+    if any(any(explicit_cuts(x)) for x in arrays):
+        return "its arrays are sharded over explicit mesh axes"
+    if varying_axes(*arrays):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name.startswith(_COLLECTIVES):
+                return f"it sums or moves arrays over a mesh: {equation.primitive.name} at {line_of(equation)}"
+    return ""
+
+
+def signature(x: Any) -> Hashable:
+    """The properties of an array that a trace depends on."""
+    aval = jax.typeof(x)
+    return aval.shape, aval.dtype, aval.weak_type, explicit_cuts(x), varying_axes(x)
+
+
+def _as_array(x: Any, aval: Any) -> Any:
+    """An array; one of a weak type is a Python number to JAX while it differentiates."""
+    return x if is_key(aval) or not jax.typeof(x).weak_type else lax.convert_element_type(x, aval.dtype)
+
+
+def _as_result(x: jax.Array, aval: Any) -> jax.Array:
+    if is_key(aval):
+        keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(aval)).reshape(aval.shape)
+        return keys
+    return x.reshape(aval.shape)

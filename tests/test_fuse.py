@@ -1,0 +1,296 @@
+"""`coda.fuse`: the values and gradients of functions that it fuses, what it fuses, and what it leaves as it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import coda_jax as coda
+from coda_jax.jaxprs.walk import equations
+from tests import plain_models
+from tests.plain_models import NAMES, loss_of, model, rms_norm
+
+pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
+
+
+def relative_error(found, expected, floor=0.0):
+    a, b = (np.asarray(x, np.float64) for x in (found, expected))
+    return np.linalg.norm(a - b) / max(np.linalg.norm(b), floor, 1e-30)
+
+
+def largest_error(found, expected):
+    """The largest error of all arrays, each relative to its own norm, or to a hundredth of the largest norm."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+    for x, y in pairs:
+        assert x.dtype == y.dtype and x.shape == y.shape
+    floor = 1e-2 * max(np.linalg.norm(np.asarray(y, np.float64)) for _, y in pairs)
+    return max(relative_error(x, y, floor) for x, y in pairs)
+
+
+def joined(arrays):
+    """All arrays as one, so that small gradients, which are differences of large terms, count as what they are."""
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(arrays)])
+
+
+def counts(f, *args):
+    """How many products a function has that are not coda_jax's, and that are; bodies count once."""
+    names = [equation.primitive.name for equation, _ in equations(jax.make_jaxpr(f)(*args).jaxpr)]
+    return names.count("dot_general"), names.count("coda_gemm")
+
+
+def with_gradients(loss):
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+DOORS = {
+    "grad(fuse)": lambda loss: with_gradients(coda.fuse(loss)),
+    "fuse(grad)": lambda loss: coda.fuse(with_gradients(loss)),
+    "exact": lambda loss: with_gradients(coda.fuse(loss, exact=True)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_has_its_values_and_gradients(name, door):
+    loss, args = model(name)
+    found, expected = (jax.jit(f)(*args) for f in (DOORS[door](loss), with_gradients(loss)))
+    assert largest_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_16_bits_a_model_is_as_near_to_float32_as_it_was(name):
+    loss, args = model(name, jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+    exact = jax.jit(with_gradients(model(name)[0]))(*wide)
+    errors = []
+    for f in (with_gradients(loss), DOORS["grad(fuse)"](loss), DOORS["exact"](loss)):
+        found = jax.tree.map(lambda x: x.astype(jnp.float32), jax.jit(f)(*args))
+        errors.append(relative_error(joined(found), joined(exact)))
+    own, *fused = errors
+    assert max(fused) < 1.5 * own + 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_products_but_attentions_become_kernels_and_no_more_bytes_move(name):
+    loss, args = model(name, jnp.bfloat16)
+    report = coda.fuse.report(loss, *args)
+    left = [one.reason for one in report.products if one.reason]
+    assert set(left) <= {"both factors have batch axes, as in attention"} or name == "mixer"
+    assert len(left) == 2 * (name != "mixer" and name != "adapted") or name == "mixer"
+    plain, fused = report.plain.totals, report.fused.totals
+    assert fused.passes_bytes < plain.passes_bytes
+    assert fused.kept_bytes <= 1.02 * plain.kept_bytes  # a norm's statistics, which XLA computes again
+
+
+def layer(w, x):
+    return x + jax.nn.silu(rms_norm(x, w["norm_1"]) @ w["up"]) @ w["down"]
+
+
+def stacked(count=3):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *(plain_models.weights(seed=i) for i in range(count)))
+
+
+def scan(w, x):
+    return jax.lax.scan(lambda x, w: (layer(w, x), jnp.sum(x)), x, w)[0]
+
+
+def scan_of_checkpoints(w, x):
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (layer(w, x), None)), x, w)[0]
+
+
+def first(w):
+    return jax.tree.map(lambda x: x[0], w)
+
+
+@jax.custom_vjp
+def own_derivative(x, w):
+    return jnp.sin(x @ w)
+
+
+own_derivative.defvjp(
+    lambda x, w: (own_derivative(x, w), (x, w)),
+    lambda kept, d: (2 * d @ kept[1].T, jnp.einsum("btd,btf->df", kept[0], d)),
+)
+
+NESTS = {  # a function, and how many products are ours: forward, with the gradient; others
+    "scan": (scan, 2, 6, 0),
+    "scan_of_checkpoints": (scan_of_checkpoints, 2, 7, 0),
+    "checkpoint": (lambda w, x: jax.checkpoint(layer)(first(w), x), 2, 7, 0),
+    "cond": (lambda w, x: jax.lax.cond(x[0, 0, 0] > 0, lambda x: layer(first(w), x), lambda x: 2 * x, x), 2, 6, 0),
+    "fori": (lambda w, x: jax.lax.fori_loop(0, 3, lambda i, x: layer(jax.tree.map(lambda a: a[i], w), x), x), 2, 6, 0),
+    "jit": (lambda w, x: jax.jit(layer)(first(w), x), 2, 6, 0),
+    "vmap": (lambda w, x: jax.vmap(layer, in_axes=(None, 0))(first(w), x), 2, 6, 0),
+    "tied": (lambda w, x: layer(first(w), layer(first(w), x)), 4, 12, 0),
+    "relu": (lambda w, x: jax.nn.relu(x @ w["up"][0]) @ w["down"][0], 2, 6, 0),
+    "custom_vjp": (lambda w, x: own_derivative(x, w["up"][0]) @ w["down"][0], 1, 3, 1),
+    "transposed": (lambda w, x: jnp.einsum("df,btd->fbt", w["up"][0], x).transpose(1, 2, 0) * 2, 1, 3, 0),
+    "of_weights": (lambda w, x: x @ (w["q"][0] @ w["q"][0].T), 2, 6, 0),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+def test_nested_functions_are_fused_too(name):
+    f, forward, backward, others = NESTS[name]
+    w, x = stacked(), plain_models.inputs()
+    loss = loss_of(f)
+    assert largest_error(coda.fuse(f)(w, x), f(w, x)) < 1e-5
+    assert counts(coda.fuse(f), w, x) == (others, forward)
+    for door in ("grad(fuse)", "fuse(grad)"):
+        found, expected = (jax.jit(g)(w, x) for g in (DOORS[door](loss), with_gradients(loss)))
+        assert largest_error(found, expected) < 1e-5
+    assert counts(with_gradients(coda.fuse(loss)), w, x)[1] == backward
+
+
+def test_a_function_inside_of_transformations():
+    w, x = plain_models.weights(), plain_models.inputs()
+    fused, loss = coda.fuse(loss_of(layer)), loss_of(layer)
+    xs = jnp.stack([x, 2 * x])
+    batched = [jax.vmap(jax.grad(f), in_axes=(None, 0))(w, xs) for f in (fused, loss)]
+    assert largest_error(*batched) < 1e-5
+    of_batch = [jax.grad(lambda w, f=f: jnp.sum(jax.vmap(f, in_axes=(None, 0))(w, xs)))(w) for f in (fused, loss)]
+    assert largest_error(*of_batch) < 1e-5
+    rows = [jax.jacrev(lambda x, f=f: f(w, x).mean(axis=(0, 1)))(x) for f in (coda.fuse(layer), layer)]
+    assert largest_error(*rows) < 1e-5
+    second = [jax.grad(lambda x, f=f: jnp.sum(jnp.square(jax.grad(f, 1)(w, x))))(x) for f in (fused, loss)]
+    assert largest_error(*second) < 1e-4
+    scanned = [jax.lax.scan(lambda x, _, f=f: (f(w, x), None), x, None, length=2)[0] for f in (coda.fuse(layer), layer)]
+    assert largest_error(*scanned) < 1e-5
+
+
+def test_effects_stay_in_their_order(capfd):
+    def f(w, x):
+        y = x @ w["up"]
+        jax.debug.print("first {}", jnp.int32(y[0, 0, 0] * 0), ordered=True)
+        y = jax.nn.silu(y) @ w["down"]
+        jax.debug.print("second {}", jnp.int32(y[0, 0, 0] * 0), ordered=True)
+        return jnp.tanh(y @ w["q"])
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    found = jax.jit(coda.fuse(f))(w, x)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["first", "0", "second", "0"]
+    assert largest_error(found, f(w, x)) < 1e-5
+    assert counts(coda.fuse(f), w, x) == (0, 3)
+
+
+def test_random_keys_and_integers_are_arguments_too():
+    def f(w, x, key, tokens):
+        h = jnp.take(w["q"], tokens, axis=0) + x
+        key, other = jax.random.split(key)
+        h = jax.nn.relu(h @ w["up"]) @ w["down"]
+        mask = jax.random.bernoulli(other, 0.9, h.shape)
+        return jnp.where(mask, h / 0.9, 0.0) @ w["q"], key
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    tokens = jnp.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2]) % 7
+    key = jax.random.key(3)
+    (found, found_key), (expected, expected_key) = coda.fuse(f)(w, x, key, tokens), f(w, x, key, tokens)
+    assert largest_error(found, expected) < 1e-5
+    assert jnp.array_equal(jax.random.key_data(found_key), jax.random.key_data(expected_key))
+    gradients = [jax.grad(lambda w, g=g: jnp.sum(g(w, x, key, tokens)[0] ** 2))(w) for g in (coda.fuse(f), f)]
+    assert largest_error(*gradients) < 1e-5
+
+
+def test_names_reach_the_policies_of_checkpoints():
+    def f(w, x):
+        h = checkpoint_name(jax.nn.silu(x @ w["up"]), "hidden")
+        return jnp.sum(jnp.square(h @ w["down"]))
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    kept = {}
+    for names in ((), ("hidden",)):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        g = jax.grad(jax.checkpoint(coda.fuse(f), policy=policy))
+        assert largest_error(g(w, x), jax.grad(f)(w, x)) < 1e-5
+        kept[names] = counts(g, w, x)[1]
+    assert kept[()] > kept["hidden",]
+
+
+def test_arrays_that_a_function_closes_over_have_gradients():
+    w, x = plain_models.weights(), plain_models.inputs()
+
+    def loss(scale):
+        return jnp.sum(coda.fuse(lambda x: jax.nn.silu(x @ (w["up"] * scale)) @ w["down"])(x))
+
+    def plain(scale):
+        return jnp.sum(jax.nn.silu(x @ (w["up"] * scale)) @ w["down"])
+
+    assert largest_error(jax.grad(loss)(2.0), jax.grad(plain)(2.0)) < 1e-5
+
+
+def test_a_function_that_asks_for_values_runs_as_it_is():
+    def f(x, w):
+        return x @ w if x[0, 0, 0] > 0 else x @ (2 * w)
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    assert largest_error(coda.fuse(f)(x, w["up"]), f(x, w["up"])) < 1e-6
+
+
+def test_one_signature_is_traced_once():
+    traces = []
+
+    @coda.fuse
+    def f(x, w, scale=1.0):
+        traces.append(scale)
+        return jnp.tanh(x @ w) * scale
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    for scale in (1.0, 1.0, 2.0, 2.0):
+        assert largest_error(f(x, w["up"], scale), jnp.tanh(x @ w["up"]) * scale) < 1e-5
+    assert len(traces) == 2
+
+
+def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):
+    w, x = plain_models.weights(), plain_models.inputs()
+    loss = coda.fuse(loss_of(layer), check=True)
+    assert largest_error(jax.jit(with_gradients(loss))(w, x), with_gradients(loss_of(layer))(w, x)) < 1e-5
+    monkeypatch.setattr("coda_jax.fusion.lift._powers", lambda *xs, powers, factor: 1.1 * xs[0])
+    monkeypatch.setattr("coda_jax.graph.norm.scaled_backward", lambda u, acc, r, d, inner: (r * d, inner))
+
+    def planted(merged, equation, inputs):
+        return [1.1 * x for x in results(merged, equation, inputs)]
+
+    from coda_jax.fusion.merged import Merged
+
+    results = Merged.results
+    monkeypatch.setattr(Merged, "results", planted)
+    with pytest.raises(Exception, match="differs from the original's"):
+        jax.block_until_ready(coda.fuse(loss_of(layer), check=True)(w, x))
+        jax.effects_barrier()
+
+
+def test_a_report_names_lines_epilogues_and_reasons():
+    loss, args = model("llama")
+    text = str(coda.fuse.report(loss, *args))
+    assert "fuse(llama): 7 of 9 products are coda_jax's" in text
+    assert "plain_models.py:" in text and "left: both factors have batch axes" in text
+    assert "passes between products" in text and "backward pass of llama" in text
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [({"memory": "least"}, ValueError, "'same' or None"), ({"implementation": "fast"}, ValueError, "implementation")],
+)
+def test_bad_options_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        coda.fuse(layer, **options)
+    with pytest.raises(TypeError, match="it must be a function"):
+        coda.fuse(3)
+
+
+def test_memory_is_a_gate(monkeypatch):
+    loss, args = model("llama")
+    monkeypatch.setattr("coda_jax.fusion.pieces.kept_by_jax", lambda _: 0)
+    assert counts(coda.fuse(loss), *args)[1] == 0
+    reasons = {one.reason for one in coda.fuse.report(loss, *args).products}
+    assert all(reason.startswith("its backward pass would keep") for reason in reasons)
+    assert counts(coda.fuse(loss, memory=None), *args)[1] == 7
+
+
+def test_the_implementation_is_that_of_the_products():
+    w, x = plain_models.weights(), plain_models.inputs()
+    with pytest.raises(NotImplementedError, match="implementation=.cuda."):
+        coda.fuse(layer, implementation="cuda")(w, x)
+    assert largest_error(coda.fuse(layer, implementation="xla")(w, x), layer(w, x)) < 1e-5
