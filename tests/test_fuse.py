@@ -282,7 +282,7 @@ def test_bad_options_are_refused(options, error, words):
 
 def test_memory_is_a_gate(monkeypatch):
     loss, args = model("llama")
-    monkeypatch.setattr("coda_jax.fusion.pieces.kept_by_jax", lambda _: 0)
+    monkeypatch.setattr("coda_jax.fusion.pieces.kept_by_jax", lambda *_: 0)
     assert counts(coda.fuse(loss), *args)[1] == 0
     reasons = {one.reason for one in coda.fuse.report(loss, *args).products}
     assert all(reason.startswith("its backward pass would keep") for reason in reasons)

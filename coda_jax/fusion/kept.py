@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ def kept_by_graph(graph: Graph) -> int:
     return sum(math.prod(x.shape) * x.stored_as(graph.dtype).itemsize for x in kept)
 
 
-def kept_by_jax(closed: core.ClosedJaxpr) -> int:
-    """The bytes that jax.vjp of a function keeps."""
+def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> int:
+    """The bytes that jax.vjp of a function keeps at these arrays."""
     is_differentiated = [not is_key(x) and is_float(x.dtype) for x in closed.in_avals]
 
     def residuals(*arrays: jax.Array) -> list[jax.Array]:
@@ -34,8 +35,7 @@ def kept_by_jax(closed: core.ClosedJaxpr) -> int:
         floats = [x for x, flag in zip(arrays, is_differentiated, strict=True) if flag]
         return jax.tree.leaves(jax.vjp(function, floats)[1])
 
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.in_avals]
-    jaxpr = jax.make_jaxpr(residuals)(*types).jaxpr
+    jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
     arguments = set(jaxpr.invars)
     kept: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - arguments
     return sum(math.prod(x.aval.shape) * (4 if is_key(x.aval) else np.dtype(x.aval.dtype).itemsize) for x in kept)

@@ -35,7 +35,9 @@ from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.norm import scaled_backward
+from coda_jax.graph.on_mesh import typed
 from coda_jax.graph.values import Leaf, Product, Value, is_float, mapped
+from coda_jax.primitives.mesh_types import explicit_sharding
 
 # Among them what makes arrays vary over manual mesh axes: a graph lets all its arguments vary alike.
 _CASTS = frozenset({"convert_element_type", "copy", "pvary", "pcast"})
@@ -343,6 +345,7 @@ class Lift:
         else:
             a, b = self._computed(norm.base), self._scaled(norm, dot, b_shape)
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
+        product.spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
         self.products[unit.number] = product
         value: Value = product
         if norm is not None:
@@ -533,6 +536,12 @@ def lifted(
     return Lifted(graph, sources, products)
 
 
+def _asked_spec(dot: Equation, result: Any) -> jax.P | None:
+    """The sharding of a product over explicit mesh axes, if its equation says it, as JAX asks where it sums over one."""
+    sharding = None if dot.params.get("out_sharding") is None else explicit_sharding(result.aval)
+    return None if sharding is None else sharding.spec
+
+
 def _widens(cast: Equation) -> bool:
     return bool(cast.invars[0].aval.dtype.itemsize < cast.outvars[0].aval.dtype.itemsize)
 
@@ -556,7 +565,7 @@ def _type(x: Any) -> jax.ShapeDtypeStruct:
     """The type of a variable's array in a call; of keys, that of their data."""
     if is_key(x.aval):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
-    return jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+    return typed(x.aval)
 
 
 def _as_column(x: jax.Array) -> jax.Array:

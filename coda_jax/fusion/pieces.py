@@ -16,9 +16,10 @@ from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.nested import Nested, has_products
 from coda_jax.fusion.straight import at_line, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
+from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import without_constants
 from coda_jax.jaxprs.evaluate import read
-from coda_jax.primitives.mesh_types import explicit_cuts, varying_axes
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, varying_axes
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
 
@@ -96,14 +97,14 @@ class Pieces:
             return _Segments(flat, name, self)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
         if not reason:
-            found, reason = self._lifted(flat, name)
+            found, reason = self._lifted(flat, name, arrays)
         piece = Piece(name, found, reason, flat)
         self.made.append(piece)
         return piece
 
-    def _lifted(self, flat: core.ClosedJaxpr, name: str) -> tuple[Lifted | None, str]:
+    def _lifted(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
-        most = kept_by_jax(flat) if self.options.memory == "same" else float("inf")
+        most = kept_by_jax(flat, arrays) if self.options.memory == "same" else float("inf")
         for defers in (True, False):
             found = lifted(
                 flat,
@@ -176,8 +177,6 @@ class _Segments:
 
 def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     """Why a piece is not fused; empty if it is."""
-    if any(any(explicit_cuts(x)) for x in arrays):
-        return "its arrays are sharded over explicit mesh axes"
     if varying_axes(*arrays):
         for equation in jaxpr.eqns:
             if equation.primitive.name.startswith(_COLLECTIVES):
@@ -200,4 +199,4 @@ def _as_result(x: jax.Array, aval: Any) -> jax.Array:
     if is_key(aval):
         keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(aval)).reshape(aval.shape)
         return keys
-    return x.reshape(aval.shape)
+    return placed(reshaped_as(x, aval.shape), explicit_sharding(aval))

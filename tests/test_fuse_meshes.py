@@ -1,0 +1,94 @@
+"""`coda.fuse` over meshes: automatic and explicit axes, and shard_map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import coda_jax as coda
+from tests import plain_models
+from tests.plain_models import loss_of, model, rms_norm
+from tests.test_fuse import DOORS, counts, largest_error, with_gradients
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+COLUMNS = {"q", "k", "v", "up", "gate"}
+
+
+def specs(w, is_tensor_parallel):
+    """Weights sharded as under FSDP, or under FSDP and tensor parallelism."""
+    if not is_tensor_parallel:
+        return {name: jax.P("data") if x.ndim > 1 else jax.P() for name, x in w.items()}
+    of_columns = {name: jax.P("data", "model") for name in COLUMNS}
+    return {name: jax.P() for name in w} | of_columns | dict.fromkeys(("out", "down"), jax.P("model", "data"))
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("kind, shape", [("Auto", (8, 1)), ("Auto", (4, 2)), ("Explicit", (8, 1))])
+def test_a_sharded_model(kind, shape, door):
+    loss, (w, x) = model("llama")
+    x = jnp.concatenate([x, -x, 2 * x, x + 1])
+    expected = jax.jit(with_gradients(loss))(w, x)
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType[kind],) * 2)
+    with jax.set_mesh(mesh):
+        sharded = {
+            name: jax.device_put(w[name], NamedSharding(mesh, spec)) for name, spec in specs(w, shape[1] > 1).items()
+        }
+        rows = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+        f, plain = DOORS[door](loss), with_gradients(loss)
+        found, own = jax.jit(f)(sharded, rows), jax.jit(plain)(sharded, rows)
+        assert counts(f, sharded, rows)[1] == 21
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
+            assert jax.typeof(a).sharding == jax.typeof(b).sharding
+    assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5
+
+
+def block(w, x):
+    return x + jax.nn.silu(rms_norm(x, w["norm_1"]) @ w["up"]) @ w["down"]
+
+
+def test_an_explicit_sharding_of_a_result_stays():
+    w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(coda.fuse(block))(w, rows)
+        assert jax.typeof(found).sharding.spec == jax.P("data", None, None)
+    assert largest_error(np.asarray(found), np.asarray(block(w, x))) < 1e-5
+
+
+def in_shards(f, *, sums=False):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    body = (lambda w, x: jax.lax.pmean(f(w, x), "data")) if sums else f
+    out = jax.P() if sums else jax.P("data")
+    return jax.shard_map(body, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=out)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_body_of_shard_map(where):
+    w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
+    f = in_shards(coda.fuse(block)) if where == "inside" else coda.fuse(in_shards(block))
+    assert largest_error(jax.jit(f)(w, x), block(w, x)) < 1e-5
+    assert counts(f, w, x) == (0, 2)
+    loss, plain = loss_of(f), loss_of(block)
+    assert largest_error(jax.jit(with_gradients(loss))(w, x), with_gradients(plain)(w, x)) < 1e-5
+    assert counts(with_gradients(loss), w, x) == (0, 6)
+
+
+def test_a_collective_stays_where_it_is():
+    w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
+    f = coda.fuse(in_shards(block, sums=True))
+    assert largest_error(jax.jit(f)(w, x), in_shards(block, sums=True)(w, x)) < 1e-5
+    assert counts(f, w, x) == (0, 2) and "psum" in str(jax.make_jaxpr(f)(w, x))
+
+
+def test_a_sharding_constraint_stays():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def f(w, x):
+        h = jax.lax.with_sharding_constraint(jax.nn.silu(x @ w["up"]), NamedSharding(mesh, jax.P("data")))
+        return h @ w["down"]
+
+    w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
+    assert largest_error(jax.jit(coda.fuse(f))(w, x), f(w, x)) < 1e-5
+    assert "sharding_constraint" in str(jax.make_jaxpr(coda.fuse(f))(w, x))
