@@ -291,6 +291,6 @@ def test_memory_is_a_gate(monkeypatch):
 
 def test_the_implementation_is_that_of_the_products():
     w, x = plain_models.weights(), plain_models.inputs()
-    with pytest.raises(NotImplementedError, match="implementation=.cuda."):
+    with pytest.raises(NotImplementedError, match=r"implementation=.cuda."):
         coda.fuse(layer, implementation="cuda")(w, x)
     assert largest_error(coda.fuse(layer, implementation="xla")(w, x), layer(w, x)) < 1e-5

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
-from coda_jax.epilogue.values import same_shape
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.defer import Deferred, deferred
 from coda_jax.fusion.dots import Dot, Equation
 from coda_jax.fusion.merged import Merged
@@ -325,7 +325,13 @@ class Lift:
 
     def _has_main_rows(self, x: Any) -> bool:
         count = self.rows.of(x)
-        return 1 < count == len(self.main) and same_shape(x.aval.shape[:count], self.main)
+        return 0 < count == len(self.axes_of_rows) and same_shape(x.aval.shape[:count], self.axes_of_rows)
+
+    @functools.cached_property
+    def axes_of_rows(self) -> tuple[Any, ...]:
+        """The axes that arrays have in the place of the rows; none where these are one axis, or one row."""
+        is_one = len(self.main) < 2 or all(same_size(size, 1) for size in self.main)
+        return () if is_one else self.main
 
     def _viewed(self, x: Any, shape: tuple[Any, ...]) -> Value:
         """The value of a variable in another shape of as many elements."""
@@ -464,7 +470,7 @@ class Lift:
     def _is_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:
         """True for an input that elementwise operations read beside rows, and that differs along some of their axes."""
         return self.merged.is_table(x, count) and any(
-            x in e.invars and e.outvars[0].aval.ndim == x.aval.ndim for e in equations
+            x in e.invars and e.outvars[0].aval.ndim == x.aval.ndim and self.rows.of(e.outvars[0]) for e in equations
         )
 
     def _repeated(self, x: Any, sizes: Sequence[int]) -> Value:
@@ -524,10 +530,9 @@ def lifted(
     """
     lift = Lift(closed.jaxpr, nested, is_exact=is_exact, defers=defers)
     outputs = lift.run()
-    rows = lift.main if len(lift.main) > 1 else ()
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
     leaves = list(lift.leaves.values())
-    graph = Graph(name, leaves, outputs, lift.dtype, dtypes, rows, implementation, keeps_joins=False)
+    graph = Graph(name, leaves, outputs, lift.dtype, dtypes, lift.axes_of_rows, implementation, keeps_joins=False)
     sources = [lift._arguments[x] for x, _ in lift.leaves]
     dots = {i: x for i, x in enumerate(closed.jaxpr.eqns) if x.primitive.name == "dot_general"}
     reasons = {i: f"its factors are {dot.a.aval.dtype}, others' {lift.dtype}" for i, dot in lift.rows.dots.items()}
@@ -537,7 +542,7 @@ def lifted(
 
 
 def _asked_spec(dot: Equation, result: Any) -> jax.P | None:
-    """The sharding of a product over explicit mesh axes, if its equation says it, as JAX asks where it sums over one."""
+    """The sharding of a product over explicit mesh axes, if its equation says it, as it must where it sums over one."""
     sharding = None if dot.params.get("out_sharding") is None else explicit_sharding(result.aval)
     return None if sharding is None else sharding.spec
 

@@ -13,6 +13,7 @@ from jax.extend import core
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
+from coda_jax.fusion.loss import with_token_logprobs
 from coda_jax.fusion.nested import Nested, has_products
 from coda_jax.fusion.straight import at_line, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
@@ -93,6 +94,8 @@ class Pieces:
     def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> Function:
         """The function for arrays of these types."""
         flat = straight(whole, arrays)
+        if not self.options.is_exact:
+            flat = with_token_logprobs(flat)
         if flat.jaxpr.effects:
             return _Segments(flat, name, self)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)

@@ -16,7 +16,8 @@ from coda_jax.jaxprs.evaluate import read
 
 CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 _OPENED = CALLS - CHECKPOINTS
-_COPIES = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze"})  # equal ones are made once
+# Equal ones are made once.
+_SHARED = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "reduce_max"})
 
 
 def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr:
@@ -39,7 +40,7 @@ def _results(
         source = equation if call is None else call
         if is_opened(equation):
             outputs: Sequence[Any] = _results(*opened(callee(equation)), inputs, source, known)
-        elif equation.primitive.name in _COPIES:
+        elif equation.primitive.name in _SHARED:
             key = equation.primitive.name, str(equation.params), tuple(map(id, inputs))
             if key not in known:
                 known[key] = at_line(source, bind, equation.primitive, inputs, equation.params), inputs

@@ -1,0 +1,266 @@
+"""The loss of a language model: a log-softmax of a product that is read at labels alone becomes `token_logprobs`.
+
+    z = x w,   log(sum_v exp(z[v] - c)) + c - z[label],   or (z - c - log(sum_v exp(z[v] - c)))[label]
+
+Both are the token's log-probability, whatever c is: JAX subtracts the largest logit. The label is picked by a gather
+along the vocabulary, or by a sum with its one-hot array. No array of all logits is made then, forward or backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from coda_jax.fusion.dots import Dot, Equation, dot_of
+from coda_jax.fusion.straight import at_line
+from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.evaluate import read
+from coda_jax.operators import token_logprobs
+
+LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
+_VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "copy", "convert_element_type"})
+_OUTSIDE = {"FILL_OR_DROP": jnp.nan, "CLIP": None, "PROMISE_IN_BOUNDS": None}  # of the vocabulary, by a gather's mode
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """A loss.
+
+    Attributes:
+      result: the variable that is the log-probability, or its negative.
+      sign: 1 or -1.
+      dot: the product.
+      labels: a variable of integers, one a token.
+      outside: the result for labels that are not in the vocabulary; None where they are clipped to it.
+    """
+
+    result: Any
+    sign: int
+    dot: Dot
+    labels: Any
+    outside: float | None
+
+
+def with_token_logprobs(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A straight jaxpr whose losses are calls of `token_logprobs`, where their logits are then read by nothing."""
+    sites = list(_Sites(closed.jaxpr).found())
+    while sites:
+        changed = _replaced(closed, {site.result: site for site in sites})
+        if _dots(changed) == _dots(closed) - len(sites):
+            return changed
+        sites.pop()  # something else reads its logits, or those of another
+    return closed
+
+
+def _dots(closed: core.ClosedJaxpr) -> int:
+    return sum(equation.primitive.name == "dot_general" for equation in closed.jaxpr.eqns)
+
+
+def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJaxpr:
+    def function(*arrays: Any) -> list[Any]:
+        values = dict(zip(closed.jaxpr.invars, arrays, strict=True))
+        for equation in closed.jaxpr.eqns:
+            inputs = [read(values, x) for x in equation.invars]
+            site = sites.get(equation.outvars[0]) if equation.outvars else None
+            if site is None:
+                outputs: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
+            else:
+                outputs = [at_line(equation, _logprob, site, values)]
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(values, x) for x in closed.jaxpr.outvars]
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
+    whole = jax.make_jaxpr(function)(*types)
+    needed, _ = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals), instantiate=True)
+    return core.ClosedJaxpr(needed, whole.consts)
+
+
+def _logprob(site: _Site, values: dict[Any, Any]) -> jax.Array:
+    """The value of the site's variable."""
+    dot = site.dot
+    x, w = values[dot.a], values[dot.b]
+    rows, vocabulary = x.shape[: dot.rows_a], w.shape[0] if dot.transpose_b else w.shape[-1]
+    x = x.reshape(*rows, -1)
+    w = w.reshape(vocabulary, -1) if dot.transpose_b else w.reshape(-1, vocabulary)
+    labels = values[site.labels].reshape(rows)
+    known = jnp.clip(labels, 0, vocabulary - 1)
+    logprob = token_logprobs(x, w, known, transpose_w=dot.transpose_b, ignore_index=None)
+    if site.outside is not None:
+        logprob = jnp.where(labels == known, logprob, site.outside)
+    return (site.sign * logprob).astype(site.result.aval.dtype).reshape(site.result.aval.shape)
+
+
+class _Sites:
+    """The losses of a jaxpr."""
+
+    def __init__(self, jaxpr: core.Jaxpr):
+        self._equations: Sequence[Equation] = jaxpr.eqns
+        self._makers = {x: equation for equation in self._equations for x in equation.outvars}
+        self._readers: dict[Any, list[Equation]] = {}
+        for equation in self._equations:
+            for x in equation.invars:
+                if not isinstance(x, core.Literal):
+                    self._readers.setdefault(x, []).append(equation)
+
+    def found(self) -> Iterator[_Site]:
+        for equation in self._equations:
+            dot = dot_of(equation) if equation.primitive.name == "dot_general" else ""
+            if not isinstance(dot, Dot) or dot.transpose_a:
+                continue
+            (z,) = equation.outvars
+            if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= LEAST_VOCABULARY:
+                for site in self._of(z):
+                    yield dataclasses.replace(site, dot=dot)
+
+    def _of(self, z: Any) -> Iterator[_Site]:
+        """The losses of these logits."""
+        logits = self._casts(z)
+        for difference in self._read_by(logits, "sub"):
+            left, shift = difference.invars
+            if left not in logits or isinstance(shift, core.Literal) or shift.aval.shape[-1] != 1:
+                continue
+            (shifted,) = difference.outvars
+            for sums in self._sums_of_exponentials(shifted):
+                for logarithm in self._logarithms(sums):
+                    yield from self._of_log_softmax(shifted, logarithm)
+                    yield from self._of_log_sum_exp(logits, shift, logarithm)
+
+    def _casts(self, x: Any) -> set[Any]:
+        """The variable and what it is cast to, among floats."""
+        found, open_ = {x}, [x]
+        while open_:
+            for equation in self._readers.get(open_.pop(), []):
+                if equation.primitive.name == "convert_element_type" and is_float(equation.outvars[0].aval.dtype):
+                    found.add(equation.outvars[0])
+                    open_.append(equation.outvars[0])
+        return found
+
+    def _read_by(self, variables: set[Any], *names: str) -> list[Equation]:
+        """The equations of these names that read one of the variables, each once."""
+        read_by = {id(e): e for x in variables for e in self._readers.get(x, []) if e.primitive.name in names}
+        return list(read_by.values())
+
+    def _views(self, x: Any) -> set[Any]:
+        """The variable, and what is the same in another shape or by another name."""
+        found, open_ = {x}, [x]
+        while open_:
+            for equation in self._readers.get(open_.pop(), []):
+                if equation.primitive.name not in _VIEWS and not self._takes_the_first(equation):
+                    continue
+                (out,) = equation.outvars
+                if out not in found and out.aval.size == x.aval.size and is_float(out.aval.dtype):
+                    found.add(out)
+                    open_.append(out)
+        return found
+
+    def _sums_of_exponentials(self, shifted: Any) -> Iterator[set[Any]]:
+        for exponential in self._read_by({shifted}, "exp"):
+            for total in self._read_by(set(exponential.outvars), "reduce_sum"):
+                if tuple(total.params["axes"]) == (shifted.aval.ndim - 1,):
+                    yield self._views(total.outvars[0])
+
+    def _logarithms(self, sums: set[Any]) -> Iterator[set[Any]]:
+        positive = set(sums)
+        for absolute in self._read_by(sums, "abs"):
+            positive |= self._views(absolute.outvars[0])
+        for logarithm in self._read_by(positive, "log"):
+            yield self._views(logarithm.outvars[0])
+
+    def _of_log_softmax(self, shifted: Any, logarithm: set[Any]) -> Iterator[_Site]:
+        """shifted - logarithm, picked at the labels."""
+        for difference in self._read_by({shifted}, "sub"):
+            if difference.invars[0] is shifted and difference.invars[1] in logarithm:
+                for picked, labels, outside in self._picked(set(difference.outvars)):
+                    yield _Site(picked, 1, None, labels, outside)  # type: ignore[arg-type]  # the caller knows it
+
+    def _of_log_sum_exp(self, logits: set[Any], shift: Any, logarithm: set[Any]) -> Iterator[_Site]:
+        """logarithm + shift - the logits picked at the labels, or its negative."""
+        totals: set[Any] = set()
+        for total in self._read_by(logarithm, "add"):
+            if {self._root(x) for x in total.invars if x not in logarithm} == {self._root(shift)}:
+                totals |= self._views(total.outvars[0])
+        for picked, labels, outside in self._picked(logits):
+            views = self._views(picked)
+            for difference in self._read_by(totals, "sub"):
+                left, right = difference.invars
+                if (left in totals and right in views) or (left in views and right in totals):
+                    sign = -1 if left in totals else 1
+                    yield _Site(difference.outvars[0], sign, None, labels, outside)  # type: ignore[arg-type]
+
+    def _root(self, x: Any) -> Any:
+        """The variable that one is a view of."""
+        while not isinstance(x, core.Literal) and x in self._makers and self._makers[x].primitive.name in _VIEWS:
+            source: Any = self._makers[x].invars[0]
+            if isinstance(source, core.Literal) or source.aval.size != x.aval.size:
+                break
+            x = source
+        return x
+
+    def _picked(self, arrays: set[Any]) -> Iterator[tuple[Any, Any, float | None]]:
+        """Variables that are one of the arrays at labels along its last axis; the labels; what stands for others."""
+        for gather in self._read_by(arrays, "gather"):
+            operand, indices = gather.invars
+            if operand in arrays and _is_along_last(gather) and not isinstance(indices, core.Literal):
+                mode = getattr(gather.params["mode"], "name", str(gather.params["mode"]))
+                if mode in _OUTSIDE:
+                    yield gather.outvars[0], indices, _OUTSIDE[mode]
+        for product in self._read_by(arrays, "mul"):
+            others = [x for x in product.invars if x not in arrays]
+            for total in self._read_by(set(product.outvars), "reduce_sum") if len(others) == 1 else ():
+                labels = self._labels_of_one_hot(others[0])
+                if labels is not None and tuple(total.params["axes"]) == (product.outvars[0].aval.ndim - 1,):
+                    yield total.outvars[0], labels, 0.0
+
+    def _labels_of_one_hot(self, x: Any) -> Any:
+        """The labels of which a variable is the one-hot array along its last axis; None if it is none."""
+        if isinstance(x, core.Literal) or x not in self._makers:
+            return None
+        maker = self._makers[x]
+        if maker.primitive.name == "convert_element_type":
+            return self._labels_of_one_hot(maker.invars[0])
+        if maker.primitive.name != "eq":
+            return None
+        counts = [y for y in maker.invars if self._counts_along_last(y, x.aval.ndim)]
+        variables: list[Any] = [y for y in maker.invars if not isinstance(y, core.Literal)]
+        labels = [y for y in variables if y.aval.shape[-1:] == (1,)]
+        same_rows = labels and labels[0].aval.shape[:-1] == x.aval.shape[:-1]
+        return labels[0] if len(counts) == 1 and same_rows else None
+
+    def _counts_along_last(self, x: Any, rank: int) -> bool:
+        """True for 0, 1, 2 ... along the last axis, the same for all others."""
+        maker = None if isinstance(x, core.Literal) else self._makers.get(x)
+        if maker is None or x.aval.ndim != rank:
+            return False
+        if maker.primitive.name == "broadcast_in_dim" and not isinstance(maker.invars[0], core.Literal):
+            source = self._makers.get(maker.invars[0])
+            is_last = tuple(maker.params["broadcast_dimensions"]) == (rank - 1,)
+            return source is not None and source.primitive.name == "iota" and is_last
+        return maker.primitive.name == "iota" and maker.params["dimension"] == rank - 1
+
+    def _takes_the_first(self, equation: Equation) -> bool:
+        """True for x[..., 0] of an x whose last axis has one element."""
+        if equation.primitive.name != "gather":
+            return False
+        x, sizes = equation.invars[0], equation.params["slice_sizes"]
+        numbers = equation.params["dimension_numbers"]
+        is_first = tuple(numbers.collapsed_slice_dims) == (x.aval.ndim - 1,) == tuple(numbers.start_index_map)
+        return is_first and x.aval.shape[-1] == 1 and tuple(sizes) == tuple(x.aval.shape)
+
+
+def _is_along_last(gather: Equation) -> bool:
+    """True for one element of each row along the last axis."""
+    x, numbers = gather.invars[0].aval, gather.params["dimension_numbers"]
+    last, rows = x.ndim - 1, tuple(range(x.ndim - 1))
+    return (
+        tuple(numbers.operand_batching_dims) == rows == tuple(numbers.start_indices_batching_dims)
+        and tuple(numbers.collapsed_slice_dims) == (last,) == tuple(numbers.start_index_map)
+        and all(size == 1 for size in gather.params["slice_sizes"])
+        and gather.outvars[0].aval.size * x.shape[last] == x.size
+    )

@@ -1,0 +1,125 @@
+"""`coda.fuse` of a language model's loss: logits never exist where they are read at labels alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import coda_jax as coda
+from coda_jax.jaxprs.walk import equations
+from tests import plain_models
+from tests.plain_models import WIDTH, rms_norm
+from tests.test_fuse import largest_error
+
+VOCABULARY = 1040
+
+
+def picked(logprobs, labels):
+    return jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
+
+
+LOSSES = {
+    "integer_labels": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y),
+    "one_hot": lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, VOCABULARY)),
+    "log_softmax": lambda z, y: -picked(jax.nn.log_softmax(z), y),
+    "log_softmax_one_hot": lambda z, y: -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, VOCABULARY), axis=-1),
+    "logsumexp": lambda z, y: jax.nn.logsumexp(z, axis=-1) - picked(z, y),
+    "negative": lambda z, y: -(picked(z, y) - jax.nn.logsumexp(z, axis=-1)),
+    "by_hand": lambda z, y: jnp.log(jnp.sum(jnp.exp(z - z.max(-1, keepdims=True)), -1)) + z.max(-1) - picked(z, y),
+}
+
+
+def arguments(dtype=jnp.float32):
+    new = plain_models.Weights(3, dtype)
+    w = {"scale": new(WIDTH, mean=1.0), "head": new(WIDTH, VOCABULARY), "tied": new(VOCABULARY, WIDTH)}
+    x = plain_models.inputs(dtype)
+    labels = jnp.asarray(np.random.default_rng(4).integers(0, VOCABULARY, x.shape[:2]))
+    return w, x, labels
+
+
+def of_model(loss, *, is_tied=False):
+    def function(w, x, labels):
+        h = rms_norm(x, w["scale"])
+        z = (jnp.einsum("btd,vd->btv", h, w["tied"]) if is_tied else h @ w["head"]).astype(jnp.float32)
+        weights = (labels % 3 != 0).astype(jnp.float32)
+        return jnp.sum(weights * loss(z, labels)) / jnp.sum(weights)
+
+    return function
+
+
+def with_gradients(f):
+    return jax.value_and_grad(f, argnums=(0, 1))
+
+
+def arrays_of_logits(f, *args):
+    """True if an array of all tokens' logits, or their cotangents, is made outside of the loss's own chunks."""
+    shapes = [v.aval.shape for equation, _ in equations(jax.make_jaxpr(f)(*args).jaxpr) for v in equation.outvars]
+    return any(shape[-1:] == (VOCABULARY,) and len(shape) > 2 for shape in shapes)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_one_of_chunks(name, is_tied):
+    args, f = arguments(), of_model(LOSSES[name], is_tied=is_tied)
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(*args), jax.jit(with_gradients(f))(*args)) < 1e-5
+    assert arrays_of_logits(with_gradients(f), *args) and not arrays_of_logits(with_gradients(fused), *args)
+
+
+def test_in_16_bits():
+    args, f = arguments(jnp.bfloat16), of_model(LOSSES["integer_labels"])
+    exact = with_gradients(f)(*jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, args))
+    own, found = (
+        largest_error(
+            jax.tree.map(lambda x: x.astype(jnp.float32), jax.jit(with_gradients(g))(*args)),
+            exact,
+        )
+        for g in (f, coda.fuse(f))
+    )
+    assert found < 1.2 * own
+
+
+def test_labels_that_are_not_in_the_vocabulary():
+    w, x, labels = arguments()
+    labels = labels.at[0, :3].set(jnp.array([-1, VOCABULARY, -VOCABULARY - 1]))
+    for name in ("integer_labels", "one_hot", "log_softmax"):
+        f = lambda w, x, y, loss=LOSSES[name]: loss(x @ w["head"], y)  # noqa: E731
+        found, expected = coda.fuse(f)(w, x, labels), f(w, x, labels)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        mask = (labels >= 0) & (labels < VOCABULARY)
+        total = lambda w, g, mask=mask: jnp.sum(jnp.where(mask, g(w, x, labels), 0.0))  # noqa: E731
+        gradients = [jax.grad(total)(w, g) for g in (coda.fuse(f), f)]
+        assert largest_error(*gradients) < 1e-5
+
+
+@pytest.mark.parametrize("reads", ["logits", "another"])
+def test_logits_that_something_else_reads_stay(reads):
+    def f(w, x, labels):
+        z = x @ w["head"]
+        loss = jnp.mean(LOSSES["integer_labels"](z, labels))
+        accuracy = jnp.mean(jnp.argmax(z, -1) == labels) if reads == "logits" else jnp.mean(jnp.abs(z))
+        return loss + accuracy
+
+    args = arguments()
+    fused = coda.fuse(f)
+    assert largest_error(with_gradients(fused)(*args), with_gradients(f)(*args)) < 1e-5
+    assert arrays_of_logits(fused, *args)
+
+
+def test_exactly_as_it_was():
+    args, f = arguments(), of_model(LOSSES["integer_labels"])
+    assert arrays_of_logits(coda.fuse(f, exact=True), *args)
+    assert largest_error(coda.fuse(f, exact=True)(*args), f(*args)) < 1e-5
+
+
+def test_a_loss_in_a_scan():
+    def f(w, x, labels):
+        losses = jax.lax.scan(lambda c, xy: (c + of_model(LOSSES["log_softmax"])(w, *xy), None), 0.0, (x, labels))[0]
+        return losses / x.shape[0]
+
+    w, x, labels = arguments()
+    args = w, jnp.stack([x, 2 * x]), jnp.stack([labels, labels])
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(*args), jax.jit(with_gradients(f))(*args)) < 1e-5
+    assert not arrays_of_logits(with_gradients(fused), *args)
