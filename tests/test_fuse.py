@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import coda_jax as coda
@@ -226,6 +227,35 @@ def test_a_function_that_asks_for_values_runs_as_it_is():
 
     w, x = plain_models.weights(), plain_models.inputs()
     assert largest_error(coda.fuse(f)(x, w["up"]), f(x, w["up"])) < 1e-6
+
+
+class Noisy(nnx.Module):
+    """A module with statistics and random numbers, which a call changes."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(self.norm(self.up(x))))
+
+
+def test_a_module_changes_in_place_as_it_did():
+    x = jnp.arange(32.0).reshape(4, 8) / 8
+    losses, modules, found = [], [Noisy(nnx.Rngs(0)) for _ in range(2)], []
+    for f, module in zip(
+        (lambda m, x: jnp.mean(m(x) ** 2), coda.fuse(lambda m, x: jnp.mean(m(x) ** 2))), modules, strict=True
+    ):
+        steps = [nnx.value_and_grad(f)(module, x), nnx.jit(nnx.value_and_grad(f))(module, x)]
+        losses.append([loss for loss, _ in steps])
+        found.append([jax.tree.leaves(gradient) for _, gradient in steps])
+        with pytest.raises(AttributeError):
+            coda.fuse(lambda m: m.nothing)(module)
+    assert largest_error(losses[1], losses[0]) < 1e-5 and largest_error(found[1], found[0]) < 1e-4
+    plain, fused = (jax.tree.leaves(nnx.state(module, nnx.BatchStat)) for module in modules)
+    assert largest_error(fused, plain) < 1e-6
+    counts = [[x.item() for x in jax.tree.leaves(nnx.state(module, nnx.RngCount))] for module in modules]
+    assert counts[0] == counts[1] == [2]
 
 
 def test_one_signature_is_traced_once():

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.fusion.checked import checked
+from coda_jax.fusion.modules import update_modules
 from coda_jax.fusion.pieces import Options, Pieces, signature
 from coda_jax.graph.static import Static
 from coda_jax.graph.values import without_constants
@@ -25,6 +26,10 @@ _ASKED_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+class _OtherStructure(Exception):
+    """A function gives a module among its arguments more variables, or takes some."""
 
 
 class Fused:
@@ -48,8 +53,13 @@ class Fused:
         traced = self._traced(leaves, tree)
         if traced is None:
             return self._f(*args, **kwargs)
-        outputs = traced.function(*traced.consts, *filter(_is_array, leaves))
-        return jax.tree.unflatten(traced.tree, outputs)
+        outputs = list(traced.function(*traced.consts, *filter(_is_array, leaves)))
+        count = len(outputs) - len(traced.changed)
+        if traced.changed:
+            changed = dict(zip(traced.changed, outputs[count:], strict=True))
+            after = [changed.get(i, x) for i, x in enumerate(leaves)]
+            update_modules((args, kwargs), jax.tree.unflatten(tree, after))
+        return jax.tree.unflatten(traced.tree, outputs[:count])
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -58,7 +68,7 @@ class Fused:
         return self  # as functions are
 
     def _traced(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
-        """The function at these arguments; None for one that asks for their values, which no trace has."""
+        """The function at these arguments; None for one that asks for their values, or changes their structure."""
         config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
         each = (signature(x) if _is_array(x) else (type(x), Static(x)) for x in leaves)
         key = tree, jax.sharding.get_abstract_mesh(), config, tuple(each)
@@ -73,24 +83,30 @@ class Fused:
         return traced
 
     def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
-        trees: list[Any] = []
+        found: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
+            before = [next(given) if _is_array(x) else x for x in leaves]
+            args, kwargs = jax.tree.unflatten(tree, before)
             outputs, out_tree = jax.tree.flatten(self._f(*args, **kwargs))
-            trees.append(out_tree)
-            return outputs
+            after = jax.tree.leaves((args, kwargs))
+            if len(after) != len(before):
+                raise _OtherStructure
+            changed = [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x is not y]
+            found[:] = out_tree, changed
+            return [*outputs, *(after[i] for i in changed)]
 
         flat.__name__ = self.name
         try:
             closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
-        except _ASKED_VALUE:
+        except (*_ASKED_VALUE, _OtherStructure):
             return None
         function = self.pieces.function(closed, self.name)
         if self._is_checked:
             function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
-        return _Traced(function, closed.consts, trees[-1])
+        out_tree, changed = found
+        return _Traced(function, closed.consts, out_tree, changed)
 
     def fresh(self) -> Fused:
         """The same, with no traces."""
@@ -110,11 +126,13 @@ class _Traced:
       function: the function.
       consts: the arrays that it closes over.
       tree: the structure of its results.
+      changed: the leaves of the arguments that it changes in place, as a module's statistics; they are results too.
     """
 
     function: Callable[..., Sequence[Any]]
     consts: Sequence[Any]
     tree: Any
+    changed: Sequence[int]
 
 
 def fuse(
