@@ -16,9 +16,17 @@ def _squares(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(jnp.square(x - y)), jnp.sum(jnp.square(y))
 
 
-def distance(results: Any, reference: Any, kind_of: Callable[[Any], str] = jax.tree_util.keystr) -> float:
-    """The largest |x - y| / |y| over the arrays of two trees; arrays of the same kind, by their path, are one."""
+def distance(
+    results: Any, reference: Any, kind_of: Callable[[Any], str] = jax.tree_util.keystr, *, floor: float = 0.0
+) -> float:
+    """The largest |x - y| / |y| over the arrays of two trees; arrays of the same kind, by their path, are one.
+
+    Below this part of the largest |y|, `floor`, no |y| counts: the gradient of a key's bias is the rest of a sum that
+    is zero.
+    """
     kinds: dict[str, list[tuple[jax.Array, jax.Array]]] = collections.defaultdict(list)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(results), jax.tree.leaves(reference), strict=True):
         kinds[kind_of(path)].append(_squares(x, y))
-    return max(float(sum(d for d, _ in of) / sum(n for _, n in of)) ** 0.5 for of in kinds.values())
+    sums = [(float(sum(d for d, _ in of)), float(sum(n for _, n in of))) for of in kinds.values()]
+    least = floor**2 * max(n for _, n in sums)
+    return max((d / max(n, least)) ** 0.5 for d, n in sums)

@@ -10,6 +10,8 @@ import pytest
 from benchmarks import (
     beside,
     family_step,
+    fused_models,
+    library_models,
     loss_curve,
     report,
     sharded_step,
@@ -181,6 +183,54 @@ def test_a_wrong_family_step(tmp_path, monkeypatch, quick_to_compile):
     options = ["--tiny", "--layers=1", "--repeats=1", "--variants", "coda", "xla", f"--out={tmp_path}"]
     assert family_step.main([*options, "--commit=none"]) == 1
     assert "gradients differ" in steps_in(tmp_path)["coda"]["failure"]
+
+
+FUSED = ["--tiny", "--layers=1", "--repeats=1", "--commit=none"]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "nnx_blocks"])
+def test_fused_models(model, tmp_path, quick_to_compile):
+    """Every variant is right, timed and counted."""
+    assert fused_models.main([*FUSED, f"--models={model}", f"--out={tmp_path}"]) == 0
+    steps = steps_in(tmp_path)
+    assert steps.keys() == {"plain", "grad_of_fuse", "fuse_of_grad", *(["flax_layers"] if model == "llama" else [])}
+    assert all(float(step["ms"]) > 0 and float(step["ratio"]) > 0 for step in steps.values())
+    assert float(steps["grad_of_fuse"]["gradient_distance"]) < 1e-5
+    assert steps["plain"]["fused_products"] == "0" < steps["grad_of_fuse"]["fused_products"]
+
+
+@pytest.mark.slow
+def test_all_fused_models(tmp_path, quick_to_compile):
+    """A model whose package is not installed is left out."""
+    assert fused_models.main([*FUSED, f"--out={tmp_path}"]) == 0
+    found = {row["model"] for row in rows_in(tmp_path)}
+    assert found == {name for name in fused_models.MODELS if not fused_models.absent(name)}
+
+
+def test_fused_models_that_are_counted(tmp_path, monkeypatch, capsys):
+    """Nothing is allocated, and so the sizes are those of a GPU; products that are left have a reason."""
+    monkeypatch.setitem(library_models.PACKAGES, "haiku_blocks", "no_such_package")
+    models = ["--models", "llama", "haiku_blocks"]
+    assert fused_models.main(["--explain", "--layers=1", *models, f"--out={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "grad_of_fuse" in shown and "left, 2: both factors have batch axes" in shown and not [*tmp_path.iterdir()]
+    assert "haiku_blocks    skipped: no_such_package is not installed" in shown
+
+
+def test_a_wrong_fused_model(tmp_path, monkeypatch, quick_to_compile):
+    """Wrong gradients make the command fail, and so does a model that raises; the others are measured all the same."""
+
+    def wrong(loss):
+        return lambda *x: jax.tree.map(lambda y: 2 * y - jax.lax.stop_gradient(y), loss(*x))
+
+    def raising(*_):
+        raise ValueError("no such sizes")
+
+    monkeypatch.setattr(fused_models.coda, "fuse", wrong)
+    monkeypatch.setitem(fused_models.MODELS, "bert", raising)
+    assert fused_models.main([*FUSED, "--models", "bert", "gpt2", f"--out={tmp_path}"]) == 1
+    failures = [row["failure"] for row in rows_in(tmp_path) if row["kind"] == "step"]
+    assert failures[0] == "wrong: ValueError: no such sizes" and not failures[1] and "gradients differ" in failures[2]
 
 
 def halved(function, name):
