@@ -21,8 +21,8 @@ def kept_by_graph(graph: Graph) -> int:
     return sum(math.prod(x.shape) * x.stored_as(graph.dtype).itemsize for x in kept)
 
 
-def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> int:
-    """The bytes that jax.vjp of a function keeps at these arrays."""
+def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> float:
+    """The bytes that jax.vjp of a function keeps at these arrays; infinite for one that has no derivative."""
     is_differentiated = [not is_key(x) and is_float(x.dtype) for x in closed.in_avals]
 
     def residuals(*arrays: jax.Array) -> list[jax.Array]:
@@ -35,7 +35,10 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> int:
         floats = [x for x, flag in zip(arrays, is_differentiated, strict=True) if flag]
         return jax.tree.leaves(jax.vjp(function, floats)[1])
 
-    jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
+    try:
+        jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
+    except (NotImplementedError, TypeError, ValueError):
+        return float("inf")
     arguments = set(jaxpr.invars)
     kept: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - arguments
     return sum(math.prod(x.aval.shape) * (4 if is_key(x.aval) else np.dtype(x.aval.dtype).itemsize) for x in kept)

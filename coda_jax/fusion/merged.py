@@ -117,7 +117,7 @@ class Merged:
             dtype = params["new_dtype"]
             if not self.is_exact and is_float(dtype):
                 dtype = FLOAT32
-            return [inputs[0].astype(dtype)]
+            return [lax.convert_element_type(inputs[0], dtype)]  # of complex numbers too
         shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
         scalars = {"select_n": (0,), "clamp": (0, 2)}.get(name, ())  # what may be a number beside arrays
         alike = [x if i in scalars and not x.ndim else jnp.broadcast_to(x, shape) for i, x in enumerate(inputs)]

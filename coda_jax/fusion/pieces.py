@@ -117,7 +117,7 @@ class Pieces:
                 defers=defers,
                 implementation=self.options.implementation,
             )
-            kept = kept_by_graph(found.graph)
+            kept = 0 if most == float("inf") else kept_by_graph(found.graph)
             if kept <= most:
                 return found, ""
         return (

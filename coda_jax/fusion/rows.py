@@ -89,7 +89,8 @@ class Rows:
         rows = rows_of(equation, count, self.counts)
         if rows is None or not all(begins(x.aval.shape, rows) for x in equation.outvars):
             return False
-        if any(self.of(x) not in (0, count) for x in (*equation.invars, *equation.outvars)):
+        known = [x for x in (*equation.invars, *equation.outvars) if self.of(x)]
+        if any(self.of(x) != count or not begins(x.aval.shape, rows) for x in known):  # others' rows may be fewer
             return False
         shapes = [x.aval.shape for x in equation.invars]
         if name in ELEMENTWISE or name == "name":
