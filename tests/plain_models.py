@@ -74,7 +74,9 @@ def bert(w, x):
 
 def gemma(w, x):
     h = rms_norm(x, 1 + w["norm_bias"])
-    q, k, v = (jnp.einsum("btd,dhk->bthk", h, w[name].reshape(WIDTH, HEADS, -1)) for name in ("q", "wide_k", "wide_v"))
+    q, k, v = (
+        jnp.einsum("btd,dhk->bthk", h, w[name].reshape(x.shape[-1], HEADS, -1)) for name in ("q", "wide_k", "wide_v")
+    )
     o = attention(rotated(q), rotated(k), v, is_causal=True)
     x = x + rms_norm(o @ w["out"], 1 + w["bias"])
     h = rms_norm(x, w["norm_2"])
@@ -106,29 +108,29 @@ def adapted(w, x):
 PLAIN = {f.__name__: f for f in (llama, gpt2, bert, gemma, mixer, parallel, adapted)}
 
 
-def weights(dtype=jnp.float32, seed=0):
+def weights(dtype=jnp.float32, seed=0, width=WIDTH, hidden=HIDDEN, length=LENGTH):
     new = Weights(seed, dtype)
-    narrow = WIDTH // HEADS * 2
+    narrow = width // HEADS * 2
     return {
-        **{name: new(WIDTH, mean=1.0) for name in ("norm_1", "norm_2")},
-        **{name: new(WIDTH) * 0.1 for name in ("norm_bias", "bias")},
-        **{name: new(WIDTH, WIDTH) for name in ("q", "wide_k", "wide_v", "out")},
-        **{name: new(WIDTH, narrow) for name in ("k", "v")},
-        "qkv": new(WIDTH, 3 * WIDTH),
-        "qkv_bias": new(3 * WIDTH),
-        "up": new(WIDTH, HIDDEN),
-        "gate": new(WIDTH, HIDDEN),
-        "down": new(HIDDEN, WIDTH),
-        "hidden_bias": new(HIDDEN),
-        "tokens_up": new(LENGTH, 40),
-        "tokens_down": new(40, LENGTH),
-        "lora_a": new(WIDTH, 8),
-        "lora_b": new(8, HIDDEN),
+        **{name: new(width, mean=1.0) for name in ("norm_1", "norm_2")},
+        **{name: new(width) * 0.1 for name in ("norm_bias", "bias")},
+        **{name: new(width, width) for name in ("q", "wide_k", "wide_v", "out")},
+        **{name: new(width, narrow) for name in ("k", "v")},
+        "qkv": new(width, 3 * width),
+        "qkv_bias": new(3 * width),
+        "up": new(width, hidden),
+        "gate": new(width, hidden),
+        "down": new(hidden, width),
+        "hidden_bias": new(hidden),
+        "tokens_up": new(length, 40),
+        "tokens_down": new(40, length),
+        "lora_a": new(width, 8),
+        "lora_b": new(8, hidden),
     }
 
 
-def inputs(dtype=jnp.float32, seed=1):
-    return Weights(seed, dtype)(BATCH, LENGTH, WIDTH, mean=0.5)
+def inputs(dtype=jnp.float32, seed=1, batch=BATCH, length=LENGTH, width=WIDTH):
+    return Weights(seed, dtype)(batch, length, width, mean=0.5)
 
 
 def loss_of(f):

@@ -1,0 +1,76 @@
+"""`coda.fuse` on the device: products are kernels, values and gradients as good as plain JAX's, and the same bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from tests.plain_models import PLAIN, inputs, loss_of, weights
+from tests.test_fuse_loss import LOSSES, of_model
+
+REPEATS = 50
+SIZES = {
+    "ragged": {"batch": 3, "length": 72, "width": 256, "hidden": 184},
+    "large": {"batch": 4, "length": 512, "width": 512, "hidden": 2048},
+}
+
+
+def total_error(found, exact):
+    """The error of all arrays as one."""
+    a, b = (np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(one)]) for one in (found, exact))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def check(loss, args, repeats=REPEATS):
+    """Compares with float32, plain JAX's error beside it, and repeats."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, args)
+    plain, fused = (jax.jit(jax.value_and_grad(f, (0, 1))) for f in (loss, coda.fuse(loss)))
+    with jax.default_matmul_precision("highest"):
+        exact = plain(*wide)
+    with coda.strict():
+        found = fused(*args)
+    assert total_error(found, exact) <= 1.5 * total_error(plain(*args), exact) + 1e-6
+    for _ in range(repeats):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(fused(*args)), strict=True):
+            assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_models(name, sizes):
+    given = SIZES[sizes]
+    of_weights = {key: given[key] for key in ("width", "hidden", "length")}
+    of_inputs = {key: given[key] for key in ("batch", "width", "length")}
+    check(loss_of(PLAIN[name]), (weights(jnp.bfloat16, **of_weights), inputs(jnp.bfloat16, **of_inputs)))
+
+
+@pytest.mark.parametrize("name", ["integer_labels", "one_hot", "log_softmax"])
+def test_losses(name):
+    width, vocabulary = 512, 4096
+    generator = np.random.default_rng(0)
+    w = {
+        "scale": jnp.ones(width, jnp.bfloat16),
+        "head": jnp.asarray(generator.standard_normal((width, vocabulary)) * width**-0.5, jnp.bfloat16),
+    }
+    x = inputs(jnp.bfloat16, batch=4, length=256, width=width)
+    labels = jnp.asarray(generator.integers(0, vocabulary, x.shape[:2]))
+    loss = of_model(LOSSES[name] if name != "one_hot" else with_one_hot(vocabulary))
+    check(lambda w, x: loss(w, x, labels), (w, x), repeats=20)
+
+
+def with_one_hot(vocabulary):
+    return lambda z, y: -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, vocabulary), axis=-1)
+
+
+@pytest.mark.parametrize("kind", ["scan", "checkpoint"])
+def test_layers(kind):
+    w = jax.tree.map(
+        lambda *xs: jnp.stack(xs), *(weights(jnp.bfloat16, seed=i, width=256, hidden=512) for i in range(3))
+    )
+    body = PLAIN["llama"] if kind == "scan" else jax.checkpoint(PLAIN["llama"])
+
+    def f(w, x):
+        return jax.lax.scan(lambda x, w: (body(w, x), None), x, w)[0]
+
+    check(loss_of(f), (w, inputs(jnp.bfloat16, batch=4, length=256, width=256)), repeats=20)
