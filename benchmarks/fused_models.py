@@ -37,8 +37,11 @@ LOSS_RTOL, GRADIENT_RTOL = {"float32": 1e-5, "bfloat16": 3e-3}, {"float32": 1e-5
 
 def absent(name: str) -> str:
     """The package of a model that is not installed, if one is not."""
-    package = library_models.PACKAGES.get(name, "jax")
-    return "" if importlib.util.find_spec(package) else package
+    module, package = library_models.PACKAGES.get(name, ("jax", "jax"))
+    try:
+        return "" if importlib.util.find_spec(module) else package
+    except ModuleNotFoundError:  # what the module is in is not there
+        return package
 
 
 def loss_of(apply: unmodified.Apply) -> Callable[[Params, jax.Array], jax.Array]:
@@ -153,7 +156,7 @@ def rows_of(name: str, measured: Sequence[Measured], counts: Mapping[str, Mappin
 
 
 HEADINGS = (
-    f"{'model':16}{'variant':14}{'ms':>9}{'plain/it':>9}{'temp GiB':>10}{'products':>10}{'passes':>8}{'MB':>9}"
+    f"{'model':20}{'variant':14}{'ms':>9}{'plain/it':>9}{'temp GiB':>10}{'products':>10}{'passes':>8}{'MB':>9}"
     f"{'kept MB':>9}{'gradient':>10}"
 )
 
@@ -165,7 +168,7 @@ def show(row: Mapping[str, Any]) -> None:
     products = f"{row['fused_products']}/{row['products']}"
     distance = f"{row['gradient_distance']:10.1e}" if "gradient_distance" in row else ""
     print(
-        f"{row['model']:16}{row['variant']:14}{time}{memory}{products:>10}{row['passes']:8}{row['passes_mb']:9.0f}"
+        f"{row['model']:20}{row['variant']:14}{time}{memory}{products:>10}{row['passes']:8}{row['passes_mb']:9.0f}"
         f"{row['kept_mb']:9.0f}{distance}  {row.get('failure', '')}",
         flush=True,
     )
@@ -188,7 +191,7 @@ def run(name: str, sizes: Sizes, dtype: str, *, repeats: int, explain: bool) -> 
             show(row)
     if explain:
         for reason, count in left(model, shapes).items():
-            print(f"{'':16}left, {count}: {reason}", flush=True)
+            print(f"{'':20}left, {count}: {reason}", flush=True)
     return rows
 
 
@@ -217,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for name in options.models:
         if package := absent(name):
-            print(f"{name:16}skipped: {package} is not installed", flush=True)
+            print(f"{name:20}skipped: {package} is not installed", flush=True)
             continue
         try:
             rows += run(name, sizes, dtype, repeats=options.repeats, explain=options.explain)

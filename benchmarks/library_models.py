@@ -6,6 +6,8 @@ Each library is imported by its own models alone.
 from __future__ import annotations
 
 import importlib
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from benchmarks.unmodified import Model, Params, Sizes, activations
+from benchmarks.unmodified import Draw, Model, Params, Sizes, activations
 
 
 def of_nnx(make: Callable[[nnx.Rngs], Any], batch: Callable[[jax.Array], jax.Array], **options: Any) -> Model:
@@ -167,7 +169,97 @@ def haiku_blocks(sizes: Sizes, dtype: Any) -> Model:
     )
 
 
-PACKAGES = {"equinox_mlp": "equinox", "equinox_blocks": "equinox", "haiku_blocks": "haiku"}
+def of_transformers(family: str, sizes: Sizes, dtype: Any, **options: Any) -> Model:
+    """The model of tokens that transformers before 5 has in linen.
+
+    Args:
+      family: as in the names of its classes.
+      sizes, dtype: as everywhere.
+      options: of its configuration.
+    """
+    transformers = importlib.import_module("transformers")
+    config = getattr(transformers, f"{family}Config")(vocab_size=sizes.vocabulary, **options)
+    model = getattr(transformers, f"Flax{family}Model")(config, dtype=dtype, _do_init=False)
+
+    def init(key: jax.Array) -> Params:
+        return jax.tree.map(lambda x: x.astype(dtype), model.init_weights(key, (1, sizes.length)))
+
+    def apply(params: Params, tokens: jax.Array) -> jax.Array:
+        result: jax.Array = model(tokens, params=params).last_hidden_state
+        return result
+
+    def batch(key: jax.Array) -> jax.Array:
+        return jax.random.randint(key, (sizes.batch, sizes.length), 0, sizes.vocabulary)
+
+    return Model(apply, init, batch, is_inner=False)
+
+
+def _hf_options(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "max_position_embeddings": max(sizes.length, 128),  # a Llama's must not be fewer than a head's size
+    }
+
+
+def transformers_bert(sizes: Sizes, dtype: Any) -> Model:
+    return of_transformers("Bert", sizes, dtype, **_hf_options(sizes))
+
+
+def transformers_llama(sizes: Sizes, dtype: Any) -> Model:
+    return of_transformers("Llama", sizes, dtype, num_key_value_heads=sizes.kv_heads, **_hf_options(sizes))
+
+
+def transformers_gpt2(sizes: Sizes, dtype: Any) -> Model:
+    options = {"n_embd": sizes.width, "n_inner": sizes.hidden, "n_layer": sizes.layers, "n_head": sizes.heads}
+    return of_transformers("GPT2", sizes, dtype, n_positions=sizes.length, **options)
+
+
+def keras_blocks(sizes: Sizes, dtype: Any) -> Model:
+    """Keras' own layers, on its backend of JAX."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    keras = importlib.import_module("keras")
+    layers, policy = keras.layers, jnp.dtype(dtype).name
+    x = inputs = keras.Input((sizes.length, sizes.width), dtype=policy)
+    for _ in range(sizes.layers):
+        h = layers.LayerNormalization(dtype=policy)(x)
+        attention = layers.MultiHeadAttention(sizes.heads, sizes.width // sizes.heads, dtype=policy)
+        x = x + attention(h, h, use_causal_mask=True)
+        h = layers.LayerNormalization(dtype=policy)(x)
+        h = layers.Dense(sizes.hidden, activation="gelu", dtype=policy)(h)
+        x = x + layers.Dense(sizes.width, dtype=policy)(h)
+    model = keras.Model(inputs, x)
+    shapes = [tuple(variable.shape) for variable in model.trainable_variables]
+    others = [variable.value for variable in model.non_trainable_variables]
+
+    def init(key: jax.Array) -> Params:
+        draw = Draw(key, dtype)
+        matrix = lambda shape: (draw.array(*shape) * math.prod(shape) ** -0.25).astype(dtype)  # noqa: E731
+        return [matrix(shape) if len(shape) > 1 else draw.vector(*shape, 1.0) for shape in shapes]
+
+    def apply(params: Params, x: jax.Array) -> jax.Array:
+        result: jax.Array = model.stateless_call(params, others, x)[0]
+        return result
+
+    return Model(apply, init, lambda key: activations(sizes, dtype, key))
+
+
+# The modules that models need beside flax, and what pip calls them.
+PACKAGES = {
+    "equinox_mlp": ("equinox", "equinox"),
+    "equinox_blocks": ("equinox", "equinox"),
+    "haiku_blocks": ("haiku", "dm-haiku"),
+    "keras_blocks": ("keras", "keras"),
+    "transformers_bert": ("transformers.models.bert.modeling_flax_bert", "transformers<5"),
+    "transformers_llama": ("transformers.models.llama.modeling_flax_llama", "transformers<5"),
+    "transformers_gpt2": ("transformers.models.gpt2.modeling_flax_gpt2", "transformers<5"),
+}
 MODELS: dict[str, Callable[[Sizes, Any], Model]] = {
-    f.__name__: f for f in (nnx_blocks, linen_blocks, equinox_mlp, equinox_blocks, haiku_blocks)
+    f.__name__: f
+    for f in (
+        *(nnx_blocks, linen_blocks, equinox_mlp, equinox_blocks, haiku_blocks, keras_blocks),
+        *(transformers_bert, transformers_llama, transformers_gpt2),
+    )
 }

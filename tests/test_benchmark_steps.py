@@ -209,12 +209,12 @@ def test_all_fused_models(tmp_path, quick_to_compile):
 
 def test_fused_models_that_are_counted(tmp_path, monkeypatch, capsys):
     """Nothing is allocated, and so the sizes are those of a GPU; products that are left have a reason."""
-    monkeypatch.setitem(library_models.PACKAGES, "haiku_blocks", "no_such_package")
+    monkeypatch.setitem(library_models.PACKAGES, "haiku_blocks", ("no_such.module", "no_such_package"))
     models = ["--models", "llama", "haiku_blocks"]
     assert fused_models.main(["--explain", "--layers=1", *models, f"--out={tmp_path}"]) == 0
     shown = capsys.readouterr().out
     assert "grad_of_fuse" in shown and "left, 2: both factors have batch axes" in shown and not [*tmp_path.iterdir()]
-    assert "haiku_blocks    skipped: no_such_package is not installed" in shown
+    assert "haiku_blocks        skipped: no_such_package is not installed" in shown
 
 
 def test_a_wrong_fused_model(tmp_path, monkeypatch, quick_to_compile):
