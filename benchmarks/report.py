@@ -103,6 +103,8 @@ SECTIONS = [
     Section("Products in fp8", "_fp8", 'make bench-fp8 ARGS="--alone 0.8 --seconds 0.4"', fp8_tables.products),
     Section("Training steps of blocks of several forms", "_blocks", 'make bench-blocks ARGS="--repeats 5 --alone 4"',
             block_tables.steps),
+    Section("Unmodified models under coda.fuse", "_fused_models", "make bench-fused_models",
+            report_tables.fused_models),
     Section("Launch", "_launch", "make bench-launch", report_tables.launch),
 ]  # fmt: skip
 TAKES_PATH = ("_tiles", "_tiles_energy")  # their readers, which the cost model's tools share, want the file itself

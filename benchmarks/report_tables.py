@@ -98,6 +98,34 @@ def overheads(row: Row) -> tuple[float, float]:
     return kernel / bare - 1, fused / bare - 1
 
 
+FUSED = {
+    "plain": "plain JAX",
+    "grad_of_fuse": "`jax.grad(coda.fuse(loss))`",
+    "fuse_of_grad": "`coda.fuse(jax.value_and_grad(loss))`",
+    "flax_layers": "flax_layers",
+}
+
+
+def fused_models(rows: Sequence[Row]) -> str:
+    steps = [row for row in rows if row["kind"] == "step" and row["ms"]]
+    plain = {row["model"]: number(row, "ms") for row in steps if row["variant"] == "plain"}
+    columns = ["model", "", "ms", "of plain JAX's", "temporaries, GiB", "products fused", "passes, MB", "kept, MB"]
+    lines = [
+        [
+            row["model"],
+            FUSED[row["variant"]],
+            f"{number(row, 'ms'):.2f}",
+            f"{number(row, 'ms') / plain[row['model']]:.3f}",
+            f"{number(row, 'temporaries_gib'):.2f}",
+            f"{row['fused_products']} of {row['products']}",
+            f"{number(row, 'passes_mb'):.0f}",
+            f"{number(row, 'kept_mb'):.0f}",
+        ]
+        for row in steps
+    ]
+    return table(columns, lines)
+
+
 def training_step(rows: Sequence[Row]) -> str:
     steps = [row for row in rows if row["kind"] == "step" and row["ms"]]
     plain = next((number(row, "ms") for row in steps if row["variant"] == "xla"), math.nan)

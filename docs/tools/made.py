@@ -26,6 +26,7 @@ MADE: dict[str, Callable[..., str]] = {
     "summaries": api.summaries,
     "steps": worth.steps,
     "family_steps": worth.family_steps,
+    "fused_models": worth.fused_models,
     "sharded": worth.sharded,
     "products": worth.products,
     "layers": worth.layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 
+from benchmarks import report_tables
 from benchmarks.markdown import table
 from benchmarks.report import FAMILIES, SECTIONS
 from benchmarks.report_tables import EPILOGUE_LABELS, VARIANTS
@@ -73,6 +74,14 @@ def family_steps() -> str:
             )
     head = ("model, tokens", "step", "ms", "of plain JAX's", "temporaries, GiB", "alone, J")
     return "\n\n".join([*sources, table(head, lines).rstrip()])
+
+
+def fused_models() -> str:
+    """Value and gradient of unmodified models, plain and under `coda.fuse`."""
+    found = rows(f"{CHIPS[-1]}_fused_models")
+    about = found[0]
+    sizes = f"{about['layers']} layers, {about['batch']} x {about['length']} tokens, width {about['width']}, bfloat16"
+    return f"{source(about, COMMANDS['_fused_models'])}. {sizes}.\n\n{report_tables.fused_models(found).rstrip()}"
 
 
 def sharded() -> str:
