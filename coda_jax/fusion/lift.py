@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
+from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range, is_of_8_bits
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.defer import Deferred, deferred
 from coda_jax.fusion.dots import Dot, Equation
@@ -39,8 +39,8 @@ from coda_jax.graph.on_mesh import typed
 from coda_jax.graph.values import Leaf, Product, Value, is_float, mapped
 from coda_jax.primitives.mesh_types import explicit_sharding
 
-# Among them what makes arrays vary over manual mesh axes: a graph lets all its arguments vary alike.
-_CASTS = frozenset({"convert_element_type", "copy", "pvary", "pcast"})
+_PVARY = frozenset({"pvary", "pcast"})  # over manual mesh axes a graph lets all its arguments vary alike
+_CASTS = frozenset({"convert_element_type", "copy"}) | _PVARY
 _COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
 
 
@@ -130,7 +130,8 @@ class Lift:
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if before == after:
             return True
-        return is_float(before) and is_float(after) and not (self.is_exact and before.itemsize > after.itemsize)
+        rounds = before.itemsize > after.itemsize and (self.is_exact or is_of_8_bits(after))
+        return is_float(before) and is_float(after) and not rounds
 
     def _readers(self) -> dict[Any, list[int]]:
         """The equations that read a variable, by number; -1 for the results of all."""
@@ -505,7 +506,9 @@ class Lift:
             }
             for equation in equations:
                 read = [x.val if isinstance(x, core.Literal) else known[x] for x in equation.invars]
-                known.update(zip(equation.outvars, at_line(equation, nested, equation, read), strict=True))
+                is_pvary = equation.primitive.name in _PVARY
+                made = read if is_pvary else at_line(equation, nested, equation, read)
+                known.update(zip(equation.outvars, made, strict=True))
             return [data_of(known[x]) for x in results]
 
         closed = jax.make_jaxpr(function)(*map(_type, inputs))

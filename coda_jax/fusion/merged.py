@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
-from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.fusion.dots import Equation
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float
@@ -115,9 +116,10 @@ class Merged:
             return inputs
         if name == "convert_element_type":
             dtype = params["new_dtype"]
-            if not self.is_exact and is_float(dtype):
-                dtype = FLOAT32
-            return [lax.convert_element_type(inputs[0], dtype)]  # of complex numbers too
+            if self.is_exact or not is_float(dtype):
+                return bind(equation.primitive, inputs, params)
+            x = inputs[0].astype(dtype) if is_of_8_bits(dtype) else inputs[0]  # others round no value
+            return bind(equation.primitive, [x], {**params, "new_dtype": np.dtype(FLOAT32)})
         shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
         scalars = {"select_n": (0,), "clamp": (0, 2)}.get(name, ())  # what may be a number beside arrays
         alike = [x if i in scalars and not x.ndim else jnp.broadcast_to(x, shape) for i, x in enumerate(inputs)]

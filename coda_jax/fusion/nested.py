@@ -11,8 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.straight import CHECKPOINTS
-from coda_jax.graph.values import without_constants
+from coda_jax.fusion.straight import CHECKPOINTS, without_constants
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
@@ -93,7 +92,7 @@ def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequ
         return results
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]  # a backward pass: its barrier stays
     closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*types)
-    whole = without_constants(closed) if closed.consts else closed
+    whole = without_constants(closed)
     given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
     return bind(equation.primitive, [*closed.consts, *inputs], {**params, "jaxpr": given})
 
@@ -110,7 +109,7 @@ def _shard_map(fused: Callable[..., Function], equation: Equation, inputs: Seque
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    results: Sequence[Any] = mapped(*inputs)
+    results: Sequence[Any] = jax.jit(mapped)(*inputs)  # one that is not compiled refuses custom_vjp's zeros
     return results
 
 

@@ -7,18 +7,20 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_token_logprobs
 from coda_jax.fusion.nested import Nested, has_products
-from coda_jax.fusion.straight import at_line, line_of, straight
+from coda_jax.fusion.straight import at_line, line_of, straight, without_constants
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
-from coda_jax.graph.values import without_constants
+from coda_jax.graph.values import reachable
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, varying_axes
 
@@ -78,7 +80,7 @@ class Pieces:
 
     def function(self, closed: core.ClosedJaxpr, name: str) -> Function:
         """A jaxpr, fused, as a function of its constants and its arguments."""
-        whole = without_constants(closed) if closed.consts else closed
+        whole = without_constants(closed)
         if not has_products(whole.jaxpr):
             return core.jaxpr_as_fun(whole)
         known: dict[Hashable, Function] = {}
@@ -117,6 +119,8 @@ class Pieces:
                 defers=defers,
                 implementation=self.options.implementation,
             )
+            if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
+                return None, "complex numbers pass between its products"
             kept = 0 if most == float("inf") else kept_by_graph(found.graph)
             if kept <= most:
                 return found, ""
@@ -180,7 +184,12 @@ class _Segments:
 
 def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     """Why a piece is not fused; empty if it is."""
+    if any(same_size(size, 0) for x in arrays for size in x.shape):
+        return "an array of it is empty"
     if varying_axes(*arrays):
+        results: list[Any] = [x.aval for x in jaxpr.outvars]
+        if any(x.manual_axis_type.varying != varying_axes(*arrays) for x in results):
+            return "its results vary over other axes of a mesh than its arguments do"
         for equation in jaxpr.eqns:
             if equation.primitive.name.startswith(_COLLECTIVES):
                 return f"it sums or moves arrays over a mesh: {equation.primitive.name} at {line_of(equation)}"

@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import bound, evaluate, read
 
 CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 _OPENED = CALLS - CHECKPOINTS
@@ -29,6 +29,19 @@ def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr
     flat = jax.make_jaxpr(lambda *given: _results(jaxpr.jaxpr, jaxpr.consts, given, None, {}))(*arrays)
     needed, _ = partial_eval.dce_jaxpr(flat.jaxpr, [True] * len(flat.out_avals), instantiate=True)
     return core.ClosedJaxpr(needed, flat.consts)
+
+
+def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The jaxpr with its constants as its first inputs, of 64 bits too."""
+    if not closed.consts:
+        return closed
+    count = len(closed.consts)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*map(jax.typeof, closed.consts), *closed.in_avals)]
+    return jax.make_jaxpr(lambda *xs: _evaluated(closed.jaxpr, xs[:count], xs[count:]))(*types)
+
+
+def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return evaluate(jaxpr, consts, args, bound, opens=())
 
 
 def _results(
