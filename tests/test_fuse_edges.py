@@ -1,0 +1,128 @@
+"""Functions at the edges of what `coda.fuse` is given: sizes of one and of none, dtypes, meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from tests.test_fuse import largest_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def check(f, *args, argnums=0, bound=1e-5):
+    """Values and gradients are those of f, whose results are summed."""
+
+    def loss(f):
+        return lambda *args: sum(jnp.sum(jnp.sin(jnp.float32(x))) for x in jax.tree.leaves(f(*args)))
+
+    fused = coda.fuse(f)
+    assert largest_error(fused(*args), f(*args)) < bound
+    expected = jax.jit(jax.grad(loss(f), argnums))(*args)
+    for g in (jax.grad(loss(fused), argnums), coda.fuse(jax.grad(loss(f), argnums))):
+        assert largest_error(jax.jit(g)(*args), expected) < bound
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 1), (1, 1, 1), (3, 1)])
+def test_one_row(rows):
+    def f(w, x):
+        h = jnp.tanh(x @ w["a"])
+        h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-2) * w["s"]
+        return h @ w["b"]
+
+    check(f, {"a": normal(8, 8), "b": normal(8, 8, seed=1), "s": normal(8, seed=2)}, normal(*rows, 8, seed=3))
+
+
+def test_a_vector_of_columns_that_is_cast_beside_one_row_is_no_table():
+    def f(w, x):
+        wide = x.astype(jnp.float32)
+        h = (wide - wide.mean(-1, keepdims=True)) * w["s"] + w["s"]
+        return (h.astype(x.dtype) @ w["a"]).astype(jnp.float32)
+
+    w = {"a": normal(8, 8, dtype=jnp.bfloat16), "s": normal(8, seed=2, dtype=jnp.bfloat16)}
+    check(f, w, normal(1, 8, seed=3, dtype=jnp.bfloat16), bound=2e-2)
+
+
+def test_rows_that_others_broadcast_along():
+    """A mean over tokens is a product's factor, with rows of its own, and is read beside all tokens."""
+
+    def f(w, x):
+        mean = jnp.mean(x @ w, 1, keepdims=True)
+        return (x * jnp.tanh(mean) + mean @ w) @ w
+
+    check(f, normal(8, 8), normal(8, 8, 8, seed=1))
+    check(f, normal(8, 8), normal(2, 3, 8, seed=1))
+
+
+def test_complex_numbers():
+    w, x = normal(8, 8), normal(2, 4, 8, seed=1)
+    z = x + 1j * normal(2, 4, 8, seed=2)
+    check(lambda w, x: jnp.abs(jnp.fft.fft(x @ w)) @ w, w, x)
+    check(lambda w, x, z: jnp.real((x @ w) * z), w, x, z)
+    check(lambda w, x: jnp.real(jnp.exp(1j * (x @ w)) * jnp.exp(2j * (jnp.tanh(x @ w) @ w))), w, x)
+
+
+def test_floats_of_8_bits_round():
+    def f(w, x):
+        return (jnp.tanh(x @ w).astype(jnp.float8_e4m3fn).astype(jnp.float32) * 2) @ w
+
+    w, x = normal(8, 8), normal(2, 4, 8, seed=1)
+    assert largest_error(jax.jit(coda.fuse(f))(w, x), jax.jit(f)(w, x)) < 1e-5
+
+
+def test_64_bits():
+    def f(w, x, index):
+        table = np.arange(8)
+        return jnp.argmax(jnp.tanh(x @ w), -1), x[index] @ w * table, index * 2**40 + table[:2]
+
+    with jax.enable_x64(True):
+        args = normal(8, 8), normal(2, 4, 8, seed=1), jnp.arange(2)
+        assert largest_error(coda.fuse(f)(*args), f(*args)) < 1e-5
+        wide = normal(8, 8, dtype=jnp.float64), normal(2, 4, 8, seed=1, dtype=jnp.float64), jnp.arange(2)
+        assert largest_error(coda.fuse(f)(*wide), f(*wide)) < 1e-14
+
+
+@pytest.mark.parametrize("shapes", [((2, 0, 8), (8, 8)), ((2, 4, 0), (0, 8)), ((2, 4, 8), (8, 0))])
+def test_empty_arrays(shapes):
+    f = coda.fuse(lambda w, x: jnp.tanh(x @ w) + 1)
+    x, w = (normal(*shape) for shape in shapes)
+    assert largest_error(f(w, x), jnp.tanh(x @ w) + 1) < 1e-6
+    assert jax.grad(lambda w: jnp.sum(f(w, x)))(w).shape == w.shape
+
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_bodies_of_shard_map(check_vma):
+    """Inside and outside of it, compiled and not, in two layers whose arrays vary over other axes."""
+
+    def plain(w, x):
+        for _ in range(2):
+            h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3) * w["s"]
+            x = x + jax.lax.psum(jax.nn.silu(h @ w["a"]) @ w["b"], "model")
+        return x
+
+    def on_mesh(f):
+        specs = {"a": jax.P(None, "model"), "b": jax.P("model"), "s": jax.P()}, jax.P("data")
+        return jax.shard_map(f, mesh=MESH, in_specs=specs, out_specs=jax.P("data"), check_vma=check_vma)
+
+    def loss(f):
+        return lambda w, x: jnp.sum(jnp.sin(f(w, x)))
+
+    w = {"a": normal(8, 12), "b": normal(12, 8, seed=1), "s": normal(8, seed=2)}
+    args = w, normal(8, 3, 8, seed=3)
+    expected = jax.jit(on_mesh(plain))(*args)
+    assert largest_error(coda.fuse(on_mesh(plain))(*args), expected) < 1e-5
+    expected = jax.jit(jax.grad(loss(on_mesh(plain))))(*args)
+    for f in (
+        jax.grad(loss(on_mesh(coda.fuse(plain)))),
+        jax.grad(coda.fuse(loss(on_mesh(plain)))),
+        coda.fuse(jax.grad(loss(on_mesh(plain)))),
+    ):
+        assert largest_error(jax.jit(f)(*args), expected) < 1e-5
