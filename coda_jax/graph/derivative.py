@@ -60,7 +60,7 @@ def cotangents_of(
         if cotangent is not None:
             terms[output].append(cotangent)
     order = reachable(outputs)
-    inner = _InnerProducts(order, outputs)
+    inner, claimed = _InnerProducts(order, outputs), set[Value]()
     varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
     for value in order:
         if not varies.isdisjoint(_with_cotangents(value)):
@@ -72,6 +72,9 @@ def cotangents_of(
             for y, dy in zip(ys, dys, strict=True):
                 dy.spec = y.spec if dy.spec is None else dy.spec
                 inner.cotangents[y] = dy
+                if isinstance(dy, Map) and dy.is_tile and dy not in claimed:
+                    claimed.add(dy)
+                    dy.made_of = y.made_of  # it is stored as its value is, as JAX casts it
             for x, dx in _input_cotangents(ys, dys, varies, inner):
                 if x in varies and dx is not None:
                     terms[x].append(dx)
