@@ -126,3 +126,35 @@ def test_bodies_of_shard_map(check_vma):
         coda.fuse(jax.grad(loss(on_mesh(plain)))),
     ):
         assert largest_error(jax.jit(f)(*args), expected) < 1e-5
+
+
+def test_rows_that_are_all_alike():
+    """The cotangent of a sum, which no array has made."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    args = normal(8, 8), normal(2, 4, 8, seed=1)
+    gradients = [jax.jit(g)(*args) for g in (coda.fuse(jax.grad(loss, (0, 1))), jax.grad(loss, (0, 1)))]
+    assert largest_error(*gradients) < 1e-5
+
+
+def test_numbers_of_python_are_weak():
+    def f(x, w, number):
+        return x @ w * number, number * 2, 3.0, jnp.float32(1)
+
+    args = normal(2, 8), normal(8, 8), 2.0
+    for found in (jax.jit(coda.fuse(f))(*args), coda.fuse(f)(*args[:2], jnp.asarray(2.0)), coda.fuse(f)(*args)):
+        expected = jax.jit(f)(*args)
+        assert all(isinstance(x, jax.Array) for x in found)
+        assert [jax.typeof(x).weak_type for x in found] == [jax.typeof(x).weak_type for x in expected]
+        assert largest_error(found, expected) < 1e-6
+
+
+def test_a_loop_without_a_derivative():
+    def f(w, x):
+        _, x = jax.lax.while_loop(lambda s: s[0] < jnp.sum(x) % 3 + 2, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))
+        return x @ w
+
+    args = normal(8, 8), normal(2, 4, 8, seed=1)
+    assert largest_error(coda.fuse(f)(*args), f(*args)) < 1e-5

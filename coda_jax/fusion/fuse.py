@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -53,7 +54,8 @@ class Fused:
         traced = self._traced(leaves, tree)
         if traced is None:
             return self._f(*args, **kwargs)
-        outputs = list(traced.function(*traced.consts, *filter(_is_array, leaves)))
+        results = traced.function(*traced.consts, *filter(_is_array, leaves))
+        outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]  # constants
         count = len(outputs) - len(traced.changed)
         if traced.changed:
             changed = dict(zip(traced.changed, outputs[count:], strict=True))

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.function import Graph
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.walk import equations
 
 
 def kept_by_graph(graph: Graph) -> int:
@@ -25,6 +27,8 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> float:
     """The bytes that jax.vjp of a function keeps at these arrays; infinite for one that has no derivative."""
     is_differentiated = [not is_key(x) and is_float(x.dtype) for x in closed.in_avals]
 
+    has_while = any(equation.primitive.name == "while" for equation, _ in equations(closed.jaxpr))
+
     def residuals(*arrays: jax.Array) -> list[jax.Array]:
         def function(floats: list[jax.Array]) -> list[jax.Array]:
             given = iter(floats)
@@ -33,7 +37,10 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> float:
             )
 
         floats = [x for x, flag in zip(arrays, is_differentiated, strict=True) if flag]
-        return jax.tree.leaves(jax.vjp(function, floats)[1])
+        outputs, pullback = jax.vjp(function, floats)
+        if has_while:  # it has tangents, and no transpose
+            pullback([_zeros(x) for x in outputs])
+        return jax.tree.leaves(pullback)
 
     try:
         jaxpr = jax.make_jaxpr(residuals)(*arrays).jaxpr
@@ -42,3 +49,8 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> float:
     arguments = set(jaxpr.invars)
     kept: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - arguments
     return sum(math.prod(x.aval.shape) * (4 if is_key(x.aval) else np.dtype(x.aval.dtype).itemsize) for x in kept)
+
+
+def _zeros(x: Any) -> Any:
+    is_varied = not is_key(x) and is_float(x.dtype)
+    return jnp.zeros_like(x) if is_varied else np.zeros(x.shape, jax.dtypes.float0)

@@ -36,6 +36,7 @@ from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import typed
+from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Leaf, Product, Value, is_float, mapped
 from coda_jax.primitives.mesh_types import explicit_sharding
 
@@ -96,6 +97,7 @@ class Lift:
         self.products: dict[int, Product] = {}
         self._deferred: dict[Any, Deferred | None] = {}
         self._tables: dict[Any, Value] = {}
+        self._with_rows: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
         self._arguments = {x: i for i, x in enumerate(jaxpr.invars)}
 
@@ -144,19 +146,22 @@ class Lift:
         return readers
 
     def _move_copies_to_calls(self) -> None:
-        """Leaves what only moves or casts elements to the calls, where these alone read it."""
+        """Leaves to the calls, where these alone read it, what is no less to read than what it is made of."""
         equations: list[Equation] = self.jaxpr.eqns
         for i, equation in reversed(list(enumerate(equations))):
             kinds = {self._kind_of_reader(j) for x in equation.outvars for j in self.readers[x]}
-            is_copy = self.kinds[i] == "map" and equation.primitive.name in _COPIES
-            if self.kinds[i] == "cast":  # what a map makes is stored as a call reads it
-                maker = self.makers.get(equation.invars[0], -1)
-                is_copy = _widens(equation) or (maker >= 0 and self.kinds[maker] == "call")
-            is_copy = is_copy or (
-                self.kinds[i] == "map" and _is_square(equation)
-            )  # a sum of squares reads its argument
-            if is_copy and kinds == {"call"} and equation.primitive.name != "name":
+            if kinds == {"call"} and equation.primitive.name != "name" and self._is_no_less(i, equation):
                 self.kinds[i] = "call"
+
+    def _is_no_less(self, number: int, equation: Equation) -> bool:
+        """True for copies, squares, casts to more bytes, and what is computed in float32 beside products of 16 bits."""
+        if self.kinds[number] == "cast":
+            maker = self.makers.get(equation.invars[0], -1)
+            return _widens(equation) or (maker >= 0 and self.kinds[maker] == "call")
+        if self.kinds[number] != "map" or equation.primitive.name in REDUCTIONS:
+            return False
+        is_wide = all(x.aval.dtype.itemsize > self.dtype.itemsize for x in equation.outvars)
+        return is_wide or equation.primitive.name in _COPIES or _is_square(equation)
 
     def _kind_of_reader(self, number: int) -> str:
         return "result" if number < 0 else self.kinds[number]
@@ -318,7 +323,7 @@ class Lift:
     def _leaf(self, x: Any, shape: tuple[Any, ...]) -> Leaf:
         """An argument in this shape."""
         if (x, shape) not in self.leaves:
-            has_rows = self._has_main_rows(x) and shape == self.shape(x)
+            has_rows = self._begins_with_main(x) and shape[0] == math.prod(self.main)
             dtype = np.dtype("uint32") if is_key(x.aval) else x.aval.dtype
             has_one_row = bool(self.rows.of(x)) and shape[:1] == (1,)
             self.leaves[x, shape] = Leaf(shape, dtype, has_rows=has_rows, has_one_row=has_one_row)
@@ -334,6 +339,24 @@ class Lift:
         is_one = len(self.main) < 2 or all(same_size(size, 1) for size in self.main)
         return () if is_one else self.main
 
+    def _begins_with_main(self, x: Any) -> bool:
+        count = len(self.main)
+        return 1 < count < x.aval.ndim and same_shape(x.aval.shape[:count], self.main)
+
+    def _factor(self, x: Any, rows: int) -> Value:
+        """A product's factor as a matrix, which has the main rows where its first axes are these."""
+        shape = _matrix(x, rows)
+        value = self._viewed(x, shape)
+        x = self._uncast(x)
+        if rows != len(self.main) or not self._begins_with_main(x) or has_rows(value):
+            return value
+        if (x, shape) not in self._with_rows:  # a map has the rows of its inputs, and they have others
+            closed = jax.make_jaxpr(lambda array: array)(_type(x))
+            (result,) = Call("'reshape'", closed, [self.value(x)], self.main, [shape]).results
+            result.has_rows = True
+            self._with_rows[x, shape] = result
+        return self._with_rows[x, shape]
+
     def _viewed(self, x: Any, shape: tuple[Any, ...]) -> Value:
         """The value of a variable in another shape of as many elements."""
         x = self._uncast(x)
@@ -348,7 +371,8 @@ class Lift:
         b_shape = _matrix(dot.b, dot.rows_b)
         norm = self._deferred_factor(dot)
         if norm is None:
-            a, b = self._viewed(dot.a, _matrix(dot.a, dot.rows_a)), self._viewed(dot.b, b_shape)
+            b = self._factor(dot.b, dot.rows_b) if dot.transpose_a else self._viewed(dot.b, b_shape)
+            a = self._factor(dot.a, dot.rows_a)
         else:
             a, b = self._computed(norm.base), self._scaled(norm, dot, b_shape)
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
@@ -432,6 +456,9 @@ class Lift:
         (result,) = unit.results
         if self._is_of_no_use(result):
             return
+        if self._has_main_rows(result) and not any(has_rows(self.value(x)) for x in unit.inputs):
+            self._call(unit)  # rows that are all alike: a map has the rows of its inputs
+            return
         self.values[result] = self._mapped(unit.equations, unit.inputs, result)
 
     def _is_of_no_use(self, x: Any) -> bool:
@@ -470,9 +497,17 @@ class Lift:
 
     def _is_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:
         """True for an input that elementwise operations read beside rows, and that differs along some of their axes."""
-        return self.merged.is_table(x, count) and any(
-            x in e.invars and e.outvars[0].aval.ndim == x.aval.ndim and self.rows.of(e.outvars[0]) for e in equations
-        )
+        if not self.merged.is_table(x, count):
+            return False
+        same = {x}
+        for equation in equations:
+            if not same.isdisjoint(_variables(equation.invars)):
+                (out,) = equation.outvars[:1]
+                if self.rows.of(out) and out.aval.ndim == x.aval.ndim:
+                    return True
+                if equation.primitive.name in _CASTS:
+                    same.add(out)
+        return False
 
     def _repeated(self, x: Any, sizes: Sequence[int]) -> Value:
         """A table as a value (M, N), or (S, N) where an epilogue repeats its rows: where it is one of heads."""

@@ -211,4 +211,8 @@ def _as_result(x: jax.Array, aval: Any) -> jax.Array:
     if is_key(aval):
         keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(aval)).reshape(aval.shape)
         return keys
-    return placed(reshaped_as(x, aval.shape), explicit_sharding(aval))
+    x = placed(reshaped_as(x, aval.shape), explicit_sharding(aval))
+    if not aval.weak_type:
+        return x
+    weak: jax.Array = lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+    return weak
