@@ -1,0 +1,465 @@
+"""Random networks of operators that people write in plain JAX: what `coda.fuse` is tested with.
+
+A network is a list of steps. Each makes an array (rows..., width) of the last one, h, and of an earlier one, z, with
+weights that it picks by number. Some steps hold steps of their own, in a loop, a branch, a checkpoint or under vmap.
+"""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+SIZES = [  # rows, width, heads
+    *[((12,), 8, 2), ((1,), 8, 1), ((2, 8), 16, 4), ((1, 8), 16, 1), ((8, 8), 8, 2), ((8, 1), 8, 4), ((2, 3, 4), 8, 2)],
+    *[((1, 1, 1), 8, 2), ((4, 4, 4), 4, 2), ((3, 1, 5), 8, 8), ((2, 16), 2, 1), ((1, 6), 6, 6), ((16,), 16, 4)],
+]
+ACTIVATIONS = [
+    *[jax.nn.silu, jax.nn.gelu, jax.nn.relu, jnp.tanh, jax.nn.sigmoid, jax.nn.softplus, jnp.abs, jnp.sin, jnp.arctan],
+    lambda x: jax.nn.gelu(x, approximate=False),
+    lambda x: jnp.square(jax.nn.relu(x)),
+    lambda x: jnp.where(x > 0, x, 0.1 * x),
+    lambda x: jax.nn.relu6(3 * x) / 3,
+    lambda x: jnp.clip(x, -0.5, 2.0),
+    lambda x: jnp.maximum(x, -x / 2),
+    lambda x: x / (1 + jnp.abs(x)),
+    lambda x: jnp.log1p(jnp.exp(-jnp.abs(x))),
+    lambda x: x * jnp.minimum(1, jnp.exp(x)),
+    lambda x: x * 2,
+    lambda x: x**3 / (1 + x**2),
+    lambda x: jax.nn.elu(x) + jax.nn.hard_tanh(x),
+    lambda x: jax.nn.swish(x) - jax.nn.leaky_relu(x),
+    lambda x: jax.scipy.special.erf(x),
+    lambda x: 1 / jnp.sqrt(1 + x * x),
+    lambda x: x,
+]
+
+
+class Net:
+    """Weights by kind, and what a step picks of them."""
+
+    def __init__(self, w, ids, i, j, heads):
+        self.w, self.ids, self.i, self.j, self.heads = w, ids, i, j, heads
+
+    def of(self, kind, number=None):
+        arrays = self.w[kind]
+        return arrays[(self.i if number is None else number) % len(arrays)]
+
+    @property
+    def scale(self):
+        return self.of("scale", self.j)
+
+    @property
+    def bias(self):
+        return self.of("bias", self.j)
+
+    @property
+    def activation(self):
+        return ACTIVATIONS[(self.i + 7 * self.j) % len(ACTIVATIONS)]
+
+
+def weights(spec, dtype, seed=0):
+    rows, width, heads = spec["sizes"]
+    generator, length = np.random.default_rng(seed), rows[-1]
+
+    def new(*shape, mean=0.0, scale=None):
+        scale = shape[0] ** -0.5 if scale is None else scale
+        return jnp.asarray(mean + scale * generator.standard_normal(shape), dtype)
+
+    each = width // heads
+    return {
+        "square": [new(width, width) for _ in range(4)],
+        "stack": [new(2, width, width, scale=width**-0.5)],
+        "wide": [new(width, 2 * width) for _ in range(2)],
+        "heads": [new(width, heads, each) for _ in range(2)],
+        "out": [new(heads, each, width, scale=width**-0.5)],
+        "one": [new(width, 1)],
+        "low": [new(width, 2)],
+        "rank": [new(2, width)],
+        "tokens": [new(length, length)],
+        "position": [new(length, width, scale=0.5)],
+        "batch": [new(*rows[:1], *(1 for _ in rows[1:]), width, scale=0.5)],
+        "scale": [new(width, mean=1.0, scale=0.2) for _ in range(3)],
+        "bias": [new(width, scale=0.3) for _ in range(3)],
+        "head_scale": [new(each, mean=1.0, scale=0.2)],
+        "number": [new(mean=1.0, scale=0.2)],
+    }
+
+
+def arguments(spec, dtype=jnp.float32):
+    """The weights, the input and ids of tokens."""
+    rows, width, _ = spec["sizes"]
+    generator = np.random.default_rng(1)
+    x = jnp.asarray(0.3 + generator.standard_normal((*rows, width)), dtype)
+    return weights(spec, dtype), x, jnp.asarray(generator.integers(0, width, rows), jnp.int32)
+
+
+# --- steps
+
+
+def _rms_norm(n, h, z):
+    wide, k = h.astype(jnp.float32), (n.i + n.j) % 6
+    square = jnp.mean(wide * wide, -1, keepdims=True) if k % 2 else jnp.mean(jnp.square(wide), -1)[..., None]
+    if k == 0:
+        y = wide * jax.lax.rsqrt(square + 1e-2)
+    elif k == 1:
+        y = wide / jnp.sqrt(square + 1e-2)
+    elif k == 2:
+        y = n.scale * (wide * (square + 1e-2) ** -0.5)
+    elif k == 3:
+        y = wide * (1.0 / jnp.sqrt(1e-2 + square)) * (1 + n.bias)
+    elif k == 4:
+        y = (wide * n.scale) * jax.lax.rsqrt(square + 1e-2)
+    else:
+        y = (wide * jax.lax.rsqrt(square + 1e-2)).astype(h.dtype) * n.scale
+    return y.astype(h.dtype)
+
+
+def _layer_norm(n, h, z):
+    wide, k = h.astype(jnp.float32), (n.i + n.j) % 4
+    mean = wide.mean(-1, keepdims=True)
+    if k == 0:
+        y = (wide - mean) * jax.lax.rsqrt(jnp.mean(jnp.square(wide - mean), -1, keepdims=True) + 1e-1)
+    elif k == 1:
+        y = (wide - mean) / jnp.sqrt(wide.var(-1, keepdims=True) + 1e-1)
+    elif k == 2:
+        y = (wide - mean) * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) - mean**2 + 1e-1)
+    else:
+        y = jax.nn.standardize(wide, axis=-1, epsilon=1e-1)
+    return (y * n.scale + n.bias).astype(h.dtype)
+
+
+def _heads(n, h):
+    return h.reshape(*h.shape[:-1], n.heads, -1)
+
+
+def _flat(y):
+    return y.reshape(*y.shape[:-2], -1)
+
+
+def _head_norm(n, h, z):
+    q = _heads(n, h @ n.of("square"))
+    q = q * jax.lax.rsqrt(jnp.mean(q * q, -1, keepdims=True) + 1e-2) * n.of("head_scale")
+    return _flat(q)
+
+
+def _rotated(n, h, z):
+    q = _heads(n, h @ n.of("square") if n.j % 2 else h)
+    if q.shape[-1] % 2:
+        return _flat(q)
+    half, length = q.shape[-1] // 2, q.shape[-3]
+    angles = jnp.arange(length)[:, None] * 100.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None].astype(h.dtype), jnp.sin(angles)[:, None].astype(h.dtype)
+    if n.i % 2:
+        a, b = jnp.split(q, 2, axis=-1)
+        return _flat(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
+    a, b = q[..., ::2], q[..., 1::2]
+    return _flat(jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(q.shape))
+
+
+def _by_heads(n, h, z):
+    q = jnp.einsum("...d,dnk->...nk", h, n.of("heads"))
+    q = n.activation(q) * n.of("head_scale") if n.j % 2 else jnp.swapaxes(jnp.swapaxes(q, -1, -2) * 2, -1, -2)
+    return jnp.einsum("...nk,nkd->...d", q, n.of("out"))
+
+
+def _attention(n, h, z):
+    q, k, v = (_heads(n, x @ n.of("square", i)) for i, x in ((n.i, h), (n.i + 1, z), (n.j, h)))
+    if h.ndim < 3:
+        q, k, v = q[None], k[None], v[None]
+    lead = q.shape[:-3]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    o = jax.nn.dot_product_attention(q, k, v, is_causal=bool(n.j % 2)).reshape(*lead, *q.shape[1:])
+    return _flat(o).reshape(h.shape) @ n.of("square", n.j + 1)
+
+
+def _own_attention(n, h, z):
+    scores = jnp.einsum("...td,...sd->...ts", h @ n.of("square"), z) / h.shape[-1]
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    return jax.nn.softmax(scores.astype(jnp.float32), -1).astype(h.dtype) @ h
+
+
+def _linear_attention(n, h, z):
+    k, v = jax.nn.softmax(h @ n.of("square"), -1), z @ n.of("square", n.j)
+    return h @ jnp.einsum("...tk,...tv->...kv", k, v) / h.shape[-2]
+
+
+def _gram(n, h, z):
+    gram = jnp.einsum("...d,...e->de", h, z) / (h.size / h.shape[-1])
+    return h @ jnp.tanh(gram) + z
+
+
+def _einsum(n, h, z):
+    w, k = n.of("square"), n.j % 6
+    if k == 0:
+        return jnp.einsum("...d,ed->...e", h, w)
+    if k == 1:
+        return jnp.einsum("de,...d->...e", w, h)
+    if k == 2:
+        return jnp.moveaxis(jnp.einsum("de,...d->e...", w, h), 0, -1)
+    if k == 3:
+        return jnp.tensordot(h, w, axes=([-1], [1]))
+    if k == 4:
+        return jax.lax.dot_general(w, h, (((0,), (h.ndim - 1,)), ((), ()))).transpose(*range(1, h.ndim), 0)
+    return jnp.matmul(h, w, preferred_element_type=jnp.float32).astype(h.dtype)
+
+
+def _split(n, h, z):
+    y = h @ n.of("wide")
+    a, b = jnp.split(y, 2, -1) if n.j % 2 else (y[..., : h.shape[-1]], y[..., h.shape[-1] :])
+    return n.activation(a) * b if n.j % 3 else jnp.concatenate([b, a], -1)[..., ::2]
+
+
+def _interleaved(n, h, z):
+    y = h @ n.of("wide")
+    return y[..., ::2] * jax.nn.sigmoid(y[..., 1::2])
+
+
+def _tokens(n, h, z):
+    w, k = n.of("tokens"), n.j % 3
+    if k == 0:
+        return jnp.swapaxes(n.activation(jnp.swapaxes(h, -1, -2) @ w), -1, -2) + z
+    return jnp.einsum("ts,...sd->...td", w, h) if k == 1 else jnp.matmul(w, h)
+
+
+def _mean_over_tokens(n, h, z):
+    mean = jnp.mean(h, -2, keepdims=True) if n.i % 2 else jnp.mean(h, axis=tuple(range(h.ndim - 1)))
+    return n.activation(mean) * z + (mean @ n.of("square", n.j) if n.j % 2 else h)
+
+
+def _shift(n, h, z):
+    before = jnp.concatenate([jnp.zeros_like(h[..., :1, :]), h[..., :-1, :]], -2)
+    return before * n.scale + h * (1 - n.scale)
+
+
+def _pad(n, h, z):
+    lead = [(0, 0)] * (h.ndim - 1)
+    return jnp.pad(h, [*lead, (1, 1)])[..., 2:] + jnp.roll(z, 1, -1) + jnp.flip(h, -1)
+
+
+def _cumsum(n, h, z):
+    return jnp.cumsum(h, -2 if n.i % 2 else -1) / h.shape[-1] + z @ n.of("square")
+
+
+def _mask(n, h, z):
+    mask = [n.ids % 2 == 0, jnp.arange(h.shape[-2]) < h.shape[-2] // 2][n.i % 2]
+    if mask.ndim != h.ndim - 1 and n.i % 2 == 0:  # under vmap ids have other axes
+        mask = jnp.any(mask)
+    return jnp.where(mask[..., None], n.activation(h), z * jnp.float32(0.5).astype(h.dtype))
+
+
+def _table(n, h, z):
+    table = n.of("position")
+    if n.i % 3 == 0 and n.of("batch").ndim == h.ndim:
+        table = n.of("batch")
+    elif n.i % 3 == 1:
+        table = n.of("position")[:, :1]
+    return h * table + z if n.j % 2 else n.activation(h @ n.of("square") + table)
+
+
+def _embedded(n, h, z):
+    if n.ids.ndim != h.ndim - 1:
+        return h
+    rows = n.of("square")
+    e = jnp.take(rows, n.ids, axis=0) if n.j % 2 else jax.nn.one_hot(n.ids, h.shape[-1], dtype=h.dtype) @ rows
+    return h + n.activation(e)
+
+
+def _picked(n, h, z):
+    ids = n.ids if n.ids.ndim == h.ndim - 1 else jnp.zeros(h.shape[:-1], int)
+    logits = jax.nn.log_softmax(h @ n.of("square"), -1)
+    return jnp.take_along_axis(logits, ids[..., None], -1) * z * 0.2 + h
+
+
+def _hard(n, h, z):
+    best = jnp.argmax(z, -1)
+    weight = jax.nn.one_hot(best, h.shape[-1], dtype=h.dtype) + (z > h).astype(h.dtype) * 0.5
+    count = jnp.sum((h > 0).astype(jnp.int32), -1, keepdims=True)
+    return h * weight + jnp.floor(z) * 0.1 + count.astype(h.dtype) * 0.1
+
+
+def _integers(n, h, z):
+    k = jax.lax.stop_gradient(jnp.round(h * 4)).astype(jnp.int32)
+    flags = (k % 2 == 0) & (z > 0) | ~(h > 0)
+    return jnp.where(flags, h, 0) @ n.of("square") + jnp.bitwise_and(k, 3).astype(h.dtype) * 0.1
+
+
+def _router(n, h, z):
+    probs = jax.nn.softmax(h @ n.of("low"), -1)
+    parts = jnp.stack([h @ n.of("square"), n.activation(z @ n.of("square", n.j))], -2)
+    return jnp.einsum("...e,...ed->...d", probs, parts)
+
+
+def _recurrent(n, h, z):
+    def step(c, x):
+        c = jnp.tanh(c @ n.of("square") + x)
+        return c, c * n.bias
+
+    return jnp.moveaxis(jax.lax.scan(step, jnp.zeros_like(h[..., 0, :]), jnp.moveaxis(h, -2, 0))[1], 0, -2)
+
+
+def _one_axis(n, h, z):
+    flat = h.reshape(-1, h.shape[-1])
+    return n.activation(flat @ n.of("square") + n.bias).reshape(h.shape) + z
+
+
+def _weight_of_weights(n, h, z):
+    return h @ (n.of("square") @ n.of("square", n.j)) if n.j % 2 else h @ jnp.tanh(n.of("square") * n.scale[:, None])
+
+
+def _repeated_heads(n, h, z):
+    k = (h @ n.of("square"))[..., : h.shape[-1] // n.heads]
+    return _flat(jnp.repeat(k[..., None, :], n.heads, -2) * _heads(n, z))
+
+
+def _statistics(n, h, z):
+    largest = jnp.max(jnp.abs(h), -1, keepdims=True) if n.i % 2 else jnp.max(jnp.abs(h))
+    return (
+        h / (largest + 0.5) + (z - jnp.mean(z, -1, keepdims=True)) * jax.nn.sigmoid(jnp.sum(h * n.bias, -1))[..., None]
+    )
+
+
+_FUNCTIONS = [
+    *[_rms_norm, _layer_norm, _head_norm, _rotated, _by_heads, _attention],
+    *[_own_attention, _linear_attention, _gram, _einsum, _split, _interleaved],
+    *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask],
+    *[_table, _embedded, _picked, _hard, _integers, _router],
+    *[_recurrent, _one_axis, _weight_of_weights, _repeated_heads, _statistics],
+]
+STEPS = {
+    "product": lambda n, h, z: h @ n.of("square"),
+    "dense": lambda n, h, z: n.activation(h @ n.of("square") + n.bias),
+    "gated": lambda n, h, z: n.activation(h @ n.of("square")) * (h @ n.of("square", n.j)),
+    "transposed": lambda n, h, z: h @ n.of("square").T + z * n.scale,
+    "tied": lambda n, h, z: n.activation(h @ n.of("square")) @ n.of("square").T,
+    "activation": lambda n, h, z: n.activation(h),
+    "residual": lambda n, h, z: h + z,
+    "multiplied": lambda n, h, z: h * jnp.tanh(z),
+    "softmax": lambda n, h, z: jax.nn.softmax(h @ n.of("square"), -1) @ n.of("square", n.j),
+    "log_softmax": lambda n, h, z: jax.nn.log_softmax(h) * n.scale,
+    "logsumexp": lambda n, h, z: h - jax.nn.logsumexp(z, -1, keepdims=True),
+    "lora": lambda n, h, z: h @ n.of("square") + 2.0 * ((h @ n.of("low")) @ n.of("rank")),
+    "gate_of_one": lambda n, h, z: jax.nn.sigmoid(h @ n.of("one")) * z + h @ n.of("one") @ n.of("one").T,
+    "unit": lambda n, h, z: h / (0.1 + jnp.sqrt(jnp.sum(jnp.square(h), -1, keepdims=True) + 1e-4)),
+    "precise": lambda n, h, z: jnp.matmul(h, n.of("square"), precision="highest"),
+    "number": lambda n, h, z: h * n.of("number") + 1 - z / 3,
+    "stopped": lambda n, h, z: h + jax.lax.stop_gradient(z @ n.of("square")),
+    "named": lambda n, h, z: checkpoint_name(n.activation(h @ n.of("square")), "hidden"),
+    "sorted": lambda n, h, z: jnp.sort(h, -1) @ n.of("square"),
+    "expanded": lambda n, h, z: jnp.squeeze(n.activation(h[..., None, :] * n.scale[:, None][:, 0]), -2),
+    "outer": lambda n, h, z: jnp.sum(h[..., :, None] * n.of("square") * z[..., None, :], -2) * 0.3,
+    "sum_of_all": lambda n, h, z: h * jnp.tanh(jnp.mean(z * h)) + jnp.linalg.norm(z) * 0.1,
+    "flags": lambda n, h, z: jnp.where(jnp.isfinite(h) & (jnp.sign(z) != 0), h, 0),
+    "reordered": lambda n, h, z: h.T.reshape(h.shape[-1], -1).T.reshape(h.shape) @ n.of("square"),
+    **{f.__name__.strip("_"): f for f in _FUNCTIONS},
+}
+DISCRETE = {"hard", "integers", "sorted", "flags"}  # in 16 bits they are other functions
+
+
+# --- what holds steps
+
+
+def _scan(run, n, h, z):
+    def body(c, w):
+        y = run(n, {**n.w, "square": [w, *n.w["square"][1:]]}, c, z)
+        return y / (1 + jnp.mean(jnp.abs(y))), jnp.mean(y)
+
+    h, means = jax.lax.scan(body, h, n.of("stack"), reverse=bool(n.i % 2), unroll=1 + n.j % 2)
+    return h + jnp.sum(means)
+
+
+def _vmap(run, n, h, z):
+    if h.ndim < 3:
+        return run(n, n.w, h, z)
+    w = {**n.w, "batch": [n.of("position")]}  # it has no axis of the batch
+    axis = n.i % (h.ndim - 2)
+    if n.ids.ndim != h.ndim - 1:
+        return jax.vmap(lambda h, z: run(n, w, h, z), axis, axis)(h, z)
+    return jax.vmap(lambda h, z, ids: run(n, w, h, z, ids), axis, axis)(h, z, n.ids)
+
+
+def _while(run, n, h, z):
+    def body(i, c):
+        y = run(n, n.w, c, z)
+        return y / (1 + jnp.mean(jnp.abs(y))) + i * 0.1
+
+    return jax.lax.fori_loop(0, 2, body, h)
+
+
+HOLDERS = {
+    "scan": _scan,
+    "vmap": _vmap,
+    "fori": _while,
+    "cond": lambda run, n, h, z: jax.lax.cond(
+        n.ids.ravel()[0] % 2 == n.i % 2, lambda h: run(n, n.w, h, z), lambda h: h - 1, h
+    ),
+    "switch": lambda run, n, h, z: jax.lax.switch(
+        jnp.int32(n.i % 3), [lambda h: h, lambda h: run(n, n.w, h, z), lambda h: h @ n.of("square")], h
+    ),
+    "checkpoint": lambda run, n, h, z: jax.checkpoint(
+        lambda w, h, z: run(n, w, h, z),
+        policy=[None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names("hidden")][
+            n.i % 3
+        ],
+    )(n.w, h, z),
+    "jit": lambda run, n, h, z: jax.jit(lambda w, h, z: run(n, w, h, z))(n.w, h, z),
+    "scan_of_checkpoints": lambda run, n, h, z: _scan(
+        lambda n, w, h, z: jax.checkpoint(lambda w, h, z: run(n, w, h, z))(w, h, z), n, h, z
+    ),
+}
+
+_number = st.integers(0, 11)
+_step = st.tuples(st.sampled_from(sorted(STEPS)), _number, _number, _number)
+_holder = st.tuples(
+    st.sampled_from(sorted(HOLDERS)), _number, _number, _number, st.lists(_step, min_size=1, max_size=3)
+)
+networks = st.fixed_dictionaries(
+    {
+        "sizes": st.sampled_from(SIZES),
+        "steps": st.lists(st.one_of(_step, _step, _step, _holder), min_size=3, max_size=9),
+    }
+)
+
+
+def network(spec, without=frozenset()):
+    """The function that a spec describes: of the weights, the input and the ids; its results are several streams."""
+    heads = spec["sizes"][2]
+
+    def run(steps, w, streams, ids):
+        streams = list(streams)
+        for name, pick, i, j, *inner in steps:
+            if name in without:
+                continue
+            n, h, z = Net(w, ids, i, j, heads), streams[-1], streams[pick % len(streams)]
+            if name in STEPS:
+                y = STEPS[name](n, h, z)
+            else:
+
+                def held(n, w, h, z, ids=ids, steps=inner[0]):
+                    return run(steps, w, [z, h], ids)[-1]
+
+                y = HOLDERS[name](held, n, h, z)
+            assert y.shape == h.shape and y.dtype == h.dtype, (name, i, j, y.shape, y.dtype, h.shape)
+            streams.append(y)
+        return streams
+
+    def function(w, x, ids):
+        streams = run(spec["steps"], w, [x], ids)
+        return streams[-1], streams[len(streams) // 2], ids + 1
+
+    return function
+
+
+def loss_of(function):
+    """A number, and what a step of training reports beside it."""
+
+    @functools.wraps(function)
+    def loss(w, x, ids):
+        y, other, ids = function(w, x, ids)
+        y, other = y.astype(jnp.float32), other.astype(jnp.float32)
+        total = jnp.mean(jnp.square(y * (1 + jnp.arange(y.shape[-1]) / y.shape[-1])))
+        return total + jnp.mean(jnp.sin(other)), {"ids": ids, "mean": y.mean(), "other": other}
+
+    return loss
