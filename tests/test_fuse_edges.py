@@ -158,3 +158,15 @@ def test_a_loop_without_a_derivative():
 
     args = normal(8, 8), normal(2, 4, 8, seed=1)
     assert largest_error(coda.fuse(f)(*args), f(*args)) < 1e-5
+
+
+def test_heads_of_one_row_in_a_loop():
+    def f(w, x):
+        def step(x, _):
+            q = (x @ w).reshape(*x.shape[:-1], 2, 4)
+            q = q * jax.lax.rsqrt(jnp.mean(q * q, -1, keepdims=True) + 1e-2)
+            return q.reshape(x.shape), None
+
+        return jax.lax.scan(jax.checkpoint(step), x, None, length=2)[0]
+
+    check(f, normal(8, 8), normal(1, 1, 1, 8, seed=1))

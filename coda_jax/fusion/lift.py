@@ -340,8 +340,8 @@ class Lift:
         return () if is_one else self.main
 
     def _begins_with_main(self, x: Any) -> bool:
-        count = len(self.main)
-        return 1 < count < x.aval.ndim and same_shape(x.aval.shape[:count], self.main)
+        count = len(self.axes_of_rows)
+        return 1 < count < x.aval.ndim and same_shape(x.aval.shape[:count], self.axes_of_rows)
 
     def _factor(self, x: Any, rows: int) -> Value:
         """A product's factor as a matrix, which has the main rows where its first axes are these."""
