@@ -18,6 +18,8 @@ REFUSED = {
     "argmax": (lambda a: jnp.argmax(a, axis=1), "argmax.*Return the maximum"),
     "dot_general": (lambda a: a @ jnp.ones((N, N)), "dot_general.*coda.gemm of its own"),
     "captured_matrix": (lambda a: a @ MATRIX, r"captured array 0 has shape \(8, 8\), which does not broadcast"),
+    "outer": (lambda a: (a[:, :, None] * a[:, None, :]).sum(2), "mul.*columns of the product along two of its axes"),
+    "outer_sum": (lambda a: (a[:, :, None] * a[:, None, :]).sum((1, 2)), "mul.*along two of its axes"),
     "gram": (lambda a: jnp.einsum("mk,nk->mn", a, a), "dot_general.*coda.gemm of its own"),
     "transpose": (lambda a: a.reshape(M, 2, N // 2).swapaxes(0, 1), "transpose.*changes the order of axes"),
     "reverse": (lambda a: a[:, ::-1], "rev"),

@@ -160,6 +160,40 @@ def test_a_function_inside_of_transformations():
     assert largest_error(*scanned) < 1e-5
 
 
+def of_two_rows(up, down, x):
+    """Products of all tokens, and of the first alone."""
+    h = x @ up
+    return (jnp.repeat((h[:, 0] @ down)[:, None], h.shape[1], axis=1) @ down.T) * h
+
+
+def of_sums_over_rows(up, down, x):
+    """Products that sum over the rows of one factor and give those of the other, as vmap makes them."""
+    e = jnp.transpose(jax.lax.dot_general(up.T, x, (((1,), (2,)), ((), ()))), (1, 2, 0))
+    q = jax.lax.dot_general(down.T, e, (((1,), (2,)), ((), ())))
+    return jax.lax.dot_general(q, down.T, (((0,), (0,)), ((), ()))) * e
+
+
+def of_a_cast_table(up, down, x):
+    return jnp.tanh((x @ up) * (jnp.arange(24.0) / 8).reshape(1, 24, 1).astype(jnp.bfloat16)) @ down
+
+
+@pytest.mark.parametrize("f", [of_two_rows, of_sums_over_rows, of_a_cast_table])
+@pytest.mark.parametrize("door", DOORS)
+def test_products_of_other_rows_in_one_function(f, door):
+    w, x = plain_models.weights(), plain_models.inputs()
+    loss = lambda w, x: jnp.mean(jnp.square(f(w["up"], w["down"], x)))  # noqa: E731
+    found, expected = (jax.jit(g)(w, x) for g in (DOORS[door](loss), with_gradients(loss)))
+    assert largest_error(found, expected) < 1e-5
+
+
+def test_a_derivative_of_a_scan_is_fused_whatever_its_own_would_keep():
+    w, x = stacked(), plain_models.inputs()
+    f = coda.fuse(
+        with_gradients(loss_of(lambda w, x: jax.lax.scan(lambda x, w: (plain_models.llama(w, x), None), x, w)[0]))
+    )
+    assert counts(f, w, x)[1] == 21
+
+
 def test_effects_stay_in_their_order(capfd):
     def f(w, x):
         y = x @ w["up"]
@@ -313,6 +347,7 @@ def test_bad_options_are_refused(options, error, words):
 def test_memory_is_a_gate(monkeypatch):
     loss, args = model("llama")
     monkeypatch.setattr("coda_jax.fusion.pieces.kept_by_jax", lambda *_: 0)
+    monkeypatch.setattr("coda_jax.fusion.pieces._VECTORS", 0)
     assert counts(coda.fuse(loss), *args)[1] == 0
     reasons = {one.reason for one in coda.fuse.report(loss, *args).products}
     assert all(reason.startswith("its backward pass would keep") for reason in reasons)

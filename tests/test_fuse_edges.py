@@ -170,3 +170,22 @@ def test_heads_of_one_row_in_a_loop():
         return jax.lax.scan(jax.checkpoint(step), x, None, length=2)[0]
 
     check(f, normal(8, 8), normal(1, 1, 1, 8, seed=1))
+
+
+def test_the_cotangent_of_a_mean_over_rows_has_the_rows():
+    def f(w, x):
+        h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-2) * w["s"]
+        return (x + jnp.tanh(h @ w["a"]) @ w["b"]).mean((0, 1))
+
+    w = {"a": normal(8, 16), "b": normal(16, 8, seed=1), "s": normal(8, seed=2)}
+    check(f, w, normal(2, 4, 8, seed=3), argnums=(0, 1))
+
+
+def test_halves_and_a_slice_of_one_product():
+    def f(w, x):
+        y = x @ w
+        z = jnp.concatenate([y[..., 8:], y[..., :8]], -1)
+        u = z[..., 1:9]
+        return z, jnp.round(u * 4).astype(jnp.int32), u
+
+    check(f, normal(8, 16), normal(8, 8, 8, seed=1), argnums=(0, 1))

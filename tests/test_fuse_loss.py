@@ -65,6 +65,7 @@ def test_a_loss_is_one_of_chunks(name, is_tied):
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(*args), jax.jit(with_gradients(f))(*args)) < 1e-5
     assert arrays_of_logits(with_gradients(f), *args) and not arrays_of_logits(with_gradients(fused), *args)
+    assert [one.epilogue for one in coda.fuse.report(f, *args).products] == [("token_logprobs",)]
 
 
 def test_in_16_bits():

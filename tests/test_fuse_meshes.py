@@ -92,3 +92,14 @@ def test_a_sharding_constraint_stays():
     w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
     assert largest_error(jax.jit(coda.fuse(f))(w, x), f(w, x)) < 1e-5
     assert "sharding_constraint" in str(jax.make_jaxpr(coda.fuse(f))(w, x))
+
+
+def test_what_stands_between_two_collectives_varies_as_it_did():
+    def f(w, x):
+        y = jax.lax.psum(x @ w, "data")
+        return jax.lax.all_gather(jnp.tanh(y @ w), "data")
+
+    w, x = jnp.eye(8) + 0.1, jnp.sin(jnp.arange(512.0)).reshape(64, 8)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    g = jax.shard_map(f, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
+    assert largest_error(jax.jit(coda.fuse(g))(w, x), jax.jit(g)(w, x)) < 1e-5

@@ -266,6 +266,9 @@ class Analysis:
         rank = max(len(value.tags) for value in inputs)
         ranked = [value if len(value.tags) == rank else replace(value, tags=(None,) * rank) for value in inputs]
         tags = tuple(self.unify([value.tags[axis] for value in ranked]) for axis in range(rank))
+        known = [tag for tag in tags if tag not in (None, INDEX)]
+        if len(set(known)) < len(known):
+            raise NotElementwise("has the rows or the columns of the product along two of its axes")
         out = self.local(tags, (), inputs)
         resolved = [self.resolve(value, tags, out.slice) for value in ranked]
         count = self.halves.count if BOTH_HALVES.intersection(tags) else 1

@@ -97,7 +97,6 @@ class Lift:
         self.products: dict[int, Product] = {}
         self._deferred: dict[Any, Deferred | None] = {}
         self._tables: dict[Any, Value] = {}
-        self._with_rows: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
         self._arguments = {x: i for i, x in enumerate(jaxpr.invars)}
 
@@ -343,20 +342,6 @@ class Lift:
         count = len(self.axes_of_rows)
         return 1 < count < x.aval.ndim and same_shape(x.aval.shape[:count], self.axes_of_rows)
 
-    def _factor(self, x: Any, rows: int) -> Value:
-        """A product's factor as a matrix, which has the main rows where its first axes are these."""
-        shape = _matrix(x, rows)
-        value = self._viewed(x, shape)
-        x = self._uncast(x)
-        if rows != len(self.main) or not self._begins_with_main(x) or has_rows(value):
-            return value
-        if (x, shape) not in self._with_rows:  # a map has the rows of its inputs, and they have others
-            closed = jax.make_jaxpr(lambda array: array)(_type(x))
-            (result,) = Call("'reshape'", closed, [self.value(x)], self.main, [shape]).results
-            result.has_rows = True
-            self._with_rows[x, shape] = result
-        return self._with_rows[x, shape]
-
     def _viewed(self, x: Any, shape: tuple[Any, ...]) -> Value:
         """The value of a variable in another shape of as many elements."""
         x = self._uncast(x)
@@ -371,8 +356,7 @@ class Lift:
         b_shape = _matrix(dot.b, dot.rows_b)
         norm = self._deferred_factor(dot)
         if norm is None:
-            b = self._factor(dot.b, dot.rows_b) if dot.transpose_a else self._viewed(dot.b, b_shape)
-            a = self._factor(dot.a, dot.rows_a)
+            a, b = self._viewed(dot.a, _matrix(dot.a, dot.rows_a)), self._viewed(dot.b, b_shape)
         else:
             a, b = self._computed(norm.base), self._scaled(norm, dot, b_shape)
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
@@ -542,7 +526,7 @@ class Lift:
             for equation in equations:
                 read = [x.val if isinstance(x, core.Literal) else known[x] for x in equation.invars]
                 is_pvary = equation.primitive.name in _PVARY
-                made = read if is_pvary else at_line(equation, nested, equation, read)
+                made = list(map(jnp.asarray, read)) if is_pvary else at_line(equation, nested, equation, read)
                 known.update(zip(equation.outvars, made, strict=True))
             return [data_of(known[x]) for x in results]
 

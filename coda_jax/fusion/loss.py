@@ -37,6 +37,7 @@ class _Site:
       result: the variable that is the log-probability, or its negative.
       sign: 1 or -1.
       dot: the product.
+      product: its equation.
       labels: a variable of integers, one a token.
       outside: the result for labels that are not in the vocabulary; None where they are clipped to it.
     """
@@ -46,17 +47,22 @@ class _Site:
     dot: Dot
     labels: Any
     outside: float | None
+    product: Equation = None
 
 
-def with_token_logprobs(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """A straight jaxpr whose losses are calls of `token_logprobs`, where their logits are then read by nothing."""
+def with_token_logprobs(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Equation]]:
+    """A straight jaxpr whose losses are calls of `token_logprobs`, where their logits are then read by nothing.
+
+    Returns:
+      The jaxpr, and the products that it lacks.
+    """
     sites = list(_Sites(closed.jaxpr).found())
     while sites:
         changed = _replaced(closed, {site.result: site for site in sites})
         if _dots(changed) == _dots(closed) - len(sites):
-            return changed
+            return changed, [site.product for site in sites]
         sites.pop()  # something else reads its logits, or those of another
-    return closed
+    return closed, []
 
 
 def _dots(closed: core.ClosedJaxpr) -> int:
@@ -117,7 +123,7 @@ class _Sites:
             (z,) = equation.outvars
             if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= LEAST_VOCABULARY:
                 for site in self._of(z):
-                    yield dataclasses.replace(site, dot=dot)
+                    yield dataclasses.replace(site, dot=dot, product=equation)
 
     def _of(self, z: Any) -> Iterator[_Site]:
         """The losses of these logits."""

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
-from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.dots import Dot, Equation, dot_of
 from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_token_logprobs
@@ -21,12 +21,13 @@ from coda_jax.fusion.straight import at_line, line_of, straight, without_constan
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
-from coda_jax.jaxprs.evaluate import read
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, varying_axes
+from coda_jax.jaxprs.evaluate import evaluate, read
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
 
 Function = Callable[..., Sequence[Any]]
+_SLACK, _VECTORS = 1.01, 2**16  # a graph keeps a norm's statistics, some bytes a row, which JAX may compute again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +54,27 @@ class Piece:
       lifted: the graph that it became; None if it stays as it is.
       reason: why it stays.
       jaxpr: its equations.
+      nested: runs those that hold jaxprs of their own, which are pieces too.
+      losses: the products that became part of a loss over a vocabulary.
     """
 
     name: str
     lifted: Lifted | None
     reason: str
     jaxpr: core.ClosedJaxpr
+    nested: Nested
+    losses: Sequence[Equation]
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         if self.lifted is None:
-            return core.jaxpr_as_fun(self.jaxpr)(*arrays)
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, arrays, self._apply, opens=())
         given = (_as_array(arrays[i], self.jaxpr.in_avals[i]) for i in self.lifted.sources)
         outputs = self.lifted.graph(*map(data_of, given))
         return [_as_result(x, aval) for x, aval in zip(outputs, self.jaxpr.out_avals, strict=True)]
+
+    def _apply(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = at_line(equation, self.nested, equation, inputs)
+        return results
 
 
 class Pieces:
@@ -95,21 +104,23 @@ class Pieces:
 
     def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> Function:
         """The function for arrays of these types."""
-        flat = straight(whole, arrays)
+        flat, losses = straight(whole, arrays), list[Equation]()
         if not self.options.is_exact:
-            flat = with_token_logprobs(flat)
+            flat, losses = with_token_logprobs(flat)
         if flat.jaxpr.effects:
             return _Segments(flat, name, self)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
         if not reason:
             found, reason = self._lifted(flat, name, arrays)
-        piece = Piece(name, found, reason, flat)
+        piece = Piece(name, found, reason, flat, Nested(self.function), losses)
         self.made.append(piece)
         return piece
 
     def _lifted(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
-        most = kept_by_jax(flat, arrays) if self.options.memory == "same" else float("inf")
+        is_derivative = any(isinstance(x := dot_of(e), Dot) and x.transpose_a for e in _dots(flat.jaxpr))
+        has_most = self.options.memory == "same" and not is_derivative  # nobody differentiates it again
+        most = kept_by_jax(flat, arrays) if has_most else float("inf")
         for defers in (True, False):
             found = lifted(
                 flat,
@@ -122,11 +133,11 @@ class Pieces:
             if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
                 return None, "complex numbers pass between its products"
             kept = 0 if most == float("inf") else kept_by_graph(found.graph)
-            if kept <= most:
+            if kept <= _SLACK * most + _VECTORS:
                 return found, ""
         return (
             None,
-            f"its backward pass would keep {kept / 2**20:.1f} MiB; as JAX derives it, it keeps {most / 2**20:.1f}",
+            f"its backward pass would keep {kept / 2**10:.0f} KiB; as JAX derives it, it keeps {most / 2**10:.0f}",
         )
 
 
@@ -182,6 +193,10 @@ class _Segments:
         return [read(known, x) for x in self._jaxpr.outvars]
 
 
+def _dots(jaxpr: core.Jaxpr) -> list[Equation]:
+    return [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
+
+
 def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     """Why a piece is not fused; empty if it is."""
     if any(same_size(size, 0) for x in arrays for size in x.shape):
@@ -211,7 +226,7 @@ def _as_result(x: jax.Array, aval: Any) -> jax.Array:
     if is_key(aval):
         keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(aval)).reshape(aval.shape)
         return keys
-    x = placed(reshaped_as(x, aval.shape), explicit_sharding(aval))
+    (x,) = vary(aval.manual_axis_type.varying, placed(reshaped_as(x, aval.shape), explicit_sharding(aval)))
     if not aval.weak_type:
         return x
     weak: jax.Array = lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)

@@ -121,7 +121,7 @@ def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Resul
         outputs = core.jaxpr_as_fun(jaxpr)(*placed_inputs)
     else:
         outputs = on_mesh(jaxpr, inputs)
-    return {x: outputs[x.index] for x in results}
+    return {x: jnp.asarray(outputs[x.index]) for x in results}  # a result may be a number
 
 
 def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: tuple[bool, ...]) -> list[Value | None]:

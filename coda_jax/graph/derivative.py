@@ -60,7 +60,7 @@ def cotangents_of(
         if cotangent is not None:
             terms[output].append(cotangent)
     order = reachable(outputs)
-    inner, claimed = _InnerProducts(order, outputs), set[Value]()
+    inner = _InnerProducts(order, outputs)
     varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
     for value in order:
         if not varies.isdisjoint(_with_cotangents(value)):
@@ -70,15 +70,20 @@ def cotangents_of(
         if ys:
             dys = [_total(terms[y]) for y in ys]
             for y, dy in zip(ys, dys, strict=True):
-                dy.spec = y.spec if dy.spec is None else dy.spec
                 inner.cotangents[y] = dy
-                if isinstance(dy, Map) and dy.is_tile and dy not in claimed:
-                    claimed.add(dy)
-                    dy.made_of = y.made_of  # it is stored as its value is, as JAX casts it
+                _liken(dy, y)
             for x, dx in _input_cotangents(ys, dys, varies, inner):
                 if x in varies and dx is not None:
                     terms[x].append(dx)
     return [_total(terms[leaf]) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
+
+
+def _liken(dy: Value, y: Value) -> None:
+    """Gives a cotangent the sharding, the rows and the dtype in memory of its value: the first that it is of."""
+    dy.spec = y.spec if dy.spec is None else dy.spec
+    if isinstance(dy, Map) and dy.cotangent_of is None and same_shape(dy.shape, y.shape):
+        dy.cotangent_of = y
+        dy.made_of = y.made_of if dy.is_tile else dy.made_of
 
 
 def _with_cotangents(value: Value) -> Sequence[Value]:

@@ -79,6 +79,7 @@ class Plan:
         self._number = {product: i for i, product in enumerate(products)}
         self._epilogue: dict[Value, int] = {}  # whose epilogue makes it
         self._lengths = [0] * len(products)  # of their epilogues, in instructions
+        self._halves: dict[int, set[bool | None]] = {}  # whether maps that joined take columns apart as halves
         self.too_long: set[Value] = set()
         self.epilogues: dict[int, Callable[..., Any]] = {}
         self.place: dict[Value, Place] = {}
@@ -136,6 +137,9 @@ class Plan:
         if length > MOST_INSTRUCTIONS:
             self.too_long.add(value)
             return False
+        if self._halves.setdefault(step, set()) | {_takes_halves(program)} >= {True, False}:
+            return False  # halves of all columns do not go together with heads or slices
+        self._halves[step].add(_takes_halves(program))
         self._lengths[step] = length
         return True
 
@@ -268,6 +272,13 @@ def _leaves(values: Iterable[Value], inputs_of: Callable[[Value], Iterable[Value
     return list(leaves)
 
 
+def _takes_halves(program: Program) -> bool | None:
+    """True for a program of halves of all columns, False for one of heads or slices, None for one of neither."""
+    if program.halves.head or program.columns:
+        return False
+    return True if program.halves.count > 1 else None
+
+
 def is_of_tile(value: Value, product: Value) -> bool:
     """False for a vector computed from vectors, though a tile is among its inputs, as a norm's rstd for x."""
     program = program_beside(value, product.shape) if isinstance(value, Map) and not value.is_tile else None
@@ -311,6 +322,8 @@ def has_rows(value: Value) -> bool:
         return value.has_rows
     if isinstance(value, Product):
         return not value.transpose_a and has_rows(value.a)
+    if value.cotangent_of is not None and has_rows(value.cotangent_of):
+        return True
     may_have_rows = is_of_rows(value) if len(value.shape) == 1 else isinstance(value, Map) and len(value.shape) == 2
     alike = [x for x in value.inputs if same_shape(x.shape, value.shape)]
     beside = alike or [

@@ -12,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import is_of_8_bits
-from coda_jax.epilogue.values import same_shape
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.on_mesh import reshaped_as
@@ -169,7 +169,7 @@ class _Run:
         of, stores = self.plan.steps[step].product, self.plan.steps[step].stores
         spec = self._spec_of_rows(stores)
         a, b = self._factors(of, spec)
-        operands = {x: self._as_operand(x, spec, b) for x in self.plan.operands(step)}
+        operands = {x: self._alongside(of, x, self._as_operand(x, spec, b)) for x in self.plan.operands(step)}
         if step not in self.plan.epilogues:
             self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores)
         return (
@@ -187,6 +187,8 @@ class _Run:
         stores = self.plan.steps[step].stores
         spec = self._spec_of_rows(stores)
         for value, x in zip(stores, outputs, strict=True):
+            if self.rows and has_rows(value) != has_rows(self.plan.steps[step].product):
+                x = reshaped_as(x, self._shape_of(value))
             if not value.is_tile and spec is not None and has_rows(value):
                 x = constrained(x, jax.P(*spec))
             x = x.reshape(value.shape) if isinstance(value, Turned) else self.constrained(value, x)
@@ -218,6 +220,13 @@ class _Run:
         x = x[..., None] if is_of_rows(value) else x
         is_column = not value.is_tile and has_rows(value)
         return constrained(x, jax.P(*spec, None)) if spec is not None and is_column else x
+
+    def _alongside(self, of: Product, value: Value, x: Parts) -> Parts:
+        """An operand with as many axes of rows as the product beside it: a product of other factors may have M rows."""
+        same_rows = len(value.shape) == 2 and same_size(value.shape[0], of.shape[-2])
+        if not self.rows or not same_rows or not isinstance(x, jax.Array) or has_rows(value) == has_rows(of):
+            return x
+        return reshaped_as(x, (*self.rows, value.shape[1]) if has_rows(of) else value.shape)
 
     def _options(self, step: Step, a: Parts, b: Parts, operands: Mapping[Value, Parts]) -> Options:
         of = step.product

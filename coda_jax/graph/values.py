@@ -45,6 +45,7 @@ class Value:
       has_one_row: its rows are the block's, which has one, so that (1, N) is a tile.
       is_factor: it is stored in the dtype of products' factors, and kept for a backward pass that reads it.
       made_of: the dtypes of the floating tiles that a tile is made of; None is that of products.
+      cotangent_of: the value of whose shape and rows it is; None for one that is no map's cotangent.
     """
 
     inputs: tuple[Value, ...] = ()
@@ -55,6 +56,7 @@ class Value:
     has_one_row: bool = False
     is_factor: bool = False
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
+    cotangent_of: Value | None = None
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
         self.shape, self.number = tuple(shape), next(_numbers)

@@ -114,10 +114,11 @@ def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _products(piece: Piece) -> list[FusedProduct]:
+    found = [FusedProduct(piece.name, line_of(x), _types(x), ("token_logprobs",), "") for x in piece.losses]
     if piece.lifted is None:
         dots = [equation for equation in piece.jaxpr.jaxpr.eqns if equation.primitive.name == "dot_general"]
-        return [FusedProduct(piece.name, line_of(x), _types(x), (), piece.reason) for x in dots]
-    plan, found = piece.lifted.graph.plan, []
+        return [*found, *(FusedProduct(piece.name, line_of(x), _types(x), (), piece.reason) for x in dots)]
+    plan = piece.lifted.graph.plan
     steps = {step.product: i for i, step in enumerate(plan.steps)}
     for equation, product in piece.lifted.products:
         if isinstance(product, Product):
