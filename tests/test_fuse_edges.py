@@ -189,3 +189,10 @@ def test_halves_and_a_slice_of_one_product():
         return z, jnp.round(u * 4).astype(jnp.int32), u
 
     check(f, normal(8, 16), normal(8, 8, 8, seed=1), argnums=(0, 1))
+
+
+def test_an_empty_array_beside_products():
+    f = lambda w, x, nothing: (jnp.tanh(x @ w), nothing * 2)  # noqa: E731
+    args = normal(8, 8), normal(4, 8, seed=1), jnp.zeros(0)
+    check(f, *args)
+    assert not any(one.reason for one in coda.fuse.report(f, *args).products)

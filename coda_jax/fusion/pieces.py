@@ -199,8 +199,8 @@ def _dots(jaxpr: core.Jaxpr) -> list[Equation]:
 
 def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     """Why a piece is not fused; empty if it is."""
-    if any(same_size(size, 0) for x in arrays for size in x.shape):
-        return "an array of it is empty"
+    if any(same_size(size, 0) for e in _dots(jaxpr) for x in (*e.invars, *e.outvars) for size in x.aval.shape):
+        return "a product of it is empty"
     if varying_axes(*arrays):
         results: list[Any] = [x.aval for x in jaxpr.outvars]
         if any(x.manual_axis_type.varying != varying_axes(*arrays) for x in results):
