@@ -27,6 +27,7 @@ class Dot:
       rows_b: of b.
       transpose_a: whether a's rows are summed over; then those of b are too, and the result has no rows.
       transpose_b: whether the columns of b are summed over.
+      order_b: how b's axes are transposed first, so that those summed over come first; None where they lie well.
     """
 
     a: Any
@@ -35,13 +36,19 @@ class Dot:
     rows_b: int
     transpose_a: bool
     transpose_b: bool
+    order_b: tuple[int, ...] | None = None
+
+    @property
+    def matrix_b(self) -> tuple[Any, ...]:
+        """The shape of b's matrix."""
+        sizes = self.b.aval.shape if self.order_b is None else [self.b.aval.shape[axis] for axis in self.order_b]
+        return math.prod(sizes[: self.rows_b]), math.prod(sizes[self.rows_b :])
 
     @property
     def flops(self) -> int:
         """Multiplications and additions."""
         rows, columns = self.a.aval.shape[: self.rows_a], self.a.aval.shape[self.rows_a :]
-        b = self.b.aval.shape[: self.rows_b] if self.transpose_b else self.b.aval.shape[self.rows_b :]
-        return 2 * math.prod(rows) * math.prod(columns) * math.prod(b)
+        return 2 * math.prod(rows) * math.prod(columns) * self.matrix_b[0 if self.transpose_b else 1]
 
 
 def swaps_factors(transpose: Equation, dot: Equation) -> bool:
@@ -74,9 +81,11 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
             return Dot(a, b, a.aval.ndim - count, count, False, False)
         if sums_b == _last(b, count):
             return Dot(a, b, a.aval.ndim - count, b.aval.ndim - count, False, True)
+        others = [axis for axis in range(b.aval.ndim) if axis not in sums_b]
+        return Dot(a, b, a.aval.ndim - count, count, False, False, (*sums_b, *others))
     if sums_a == list(range(count)) and sums_b == sums_a:
         return Dot(a, b, count, count, True, False)
-    return "the axes that it sums over are neither the first nor the last of its factors"
+    return "the axes that it sums over are not the last of its first factor"
 
 
 def _last(x: Any, count: int) -> list[int]:

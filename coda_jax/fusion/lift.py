@@ -97,6 +97,7 @@ class Lift:
         self.products: dict[int, Product] = {}
         self._deferred: dict[Any, Deferred | None] = {}
         self._tables: dict[Any, Value] = {}
+        self._transposed: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
         self._arguments = {x: i for i, x in enumerate(jaxpr.invars)}
 
@@ -112,7 +113,9 @@ class Lift:
     def _kind(self, number: int, equation: Equation) -> str:
         """The kind of an equation: product, map, cast or call."""
         if number in self.rows.dots:
-            return "product" if self.rows.dots[number].a.aval.dtype == self.dtype else "call"
+            dot = self.rows.dots[number]
+            is_copied = dot.order_b is not None and self.rows.of(dot.b)  # an activation that would be transposed
+            return "product" if dot.a.aval.dtype == self.dtype and not is_copied else "call"
         if number in self.rows.absorbed:
             return "absorbed"
         if self._is_cast(equation):
@@ -353,12 +356,11 @@ class Lift:
 
     def _product(self, unit: _Unit) -> None:
         dot, (out,) = self.rows.dots[unit.number], unit.results
-        b_shape = _matrix(dot.b, dot.rows_b)
-        norm = self._deferred_factor(dot)
+        norm, b = self._deferred_factor(dot), self._second_factor(dot)
         if norm is None:
-            a, b = self._viewed(dot.a, _matrix(dot.a, dot.rows_a)), self._viewed(dot.b, b_shape)
+            a = self._viewed(dot.a, _matrix(dot.a, dot.rows_a))
         else:
-            a, b = self._computed(norm.base), self._scaled(norm, dot, b_shape)
+            a, b = self._computed(norm.base), self._scaled(norm, b, transpose_b=dot.transpose_b)
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
         product.spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
         self.products[unit.number] = product
@@ -401,14 +403,27 @@ class Lift:
                     return False
         return True
 
-    def _scaled(self, norm: Deferred, dot: Dot, shape: tuple[Any, ...]) -> Value:
+    def _second_factor(self, dot: Dot) -> Value:
+        """The second factor as a matrix; a weight that is summed over axes in its middle is transposed first."""
+        if dot.order_b is None:
+            return self._viewed(dot.b, dot.matrix_b)
+        b = self._uncast(dot.b)
+        key = b, dot.order_b
+        if key not in self._transposed:
+
+            def transposed(array: jax.Array) -> jax.Array:
+                return jnp.transpose(array.reshape(b.aval.shape), dot.order_b).reshape(dot.matrix_b)
+
+            self._transposed[key] = mapped(transposed, self.value(b), derived="transpose")
+        return self._transposed[key]
+
+    def _scaled(self, norm: Deferred, w: Value, *, transpose_b: bool) -> Value:
         """The second factor with the columns' factors of the norm multiplied into what is summed over."""
-        w = self._viewed(dot.b, shape)
         for x in norm.columns:
             column = self._viewed(x, (math.prod(x.aval.shape),))
-            key = w, column, dot.transpose_b
+            key = w, column, transpose_b
             if key not in self._scaled_weights:
-                as_matrix = _as_row if dot.transpose_b else _as_column
+                as_matrix = _as_row if transpose_b else _as_column
                 scale = mapped(as_matrix, column, derived="scale")
                 self._scaled_weights[key] = mapped(jnp.multiply, scale, w, derived="scale")
             w = self._scaled_weights[key]
@@ -557,10 +572,16 @@ def lifted(
     graph = Graph(name, leaves, outputs, lift.dtype, dtypes, lift.axes_of_rows, implementation, keeps_joins=False)
     sources = [lift._arguments[x] for x, _ in lift.leaves]
     dots = {i: x for i, x in enumerate(closed.jaxpr.eqns) if x.primitive.name == "dot_general"}
-    reasons = {i: f"its factors are {dot.a.aval.dtype}, others' {lift.dtype}" for i, dot in lift.rows.dots.items()}
-    reasons |= lift.rows.reasons
+    reasons = {i: _reason(dot, lift.dtype) for i, dot in lift.rows.dots.items()} | lift.rows.reasons
     products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in dots.items()]
     return Lifted(graph, sources, products)
+
+
+def _reason(dot: Dot, dtype: Any) -> str:
+    """Why a product of matrices is none of the graph's."""
+    if dot.a.aval.dtype != dtype:
+        return f"its factors are {dot.a.aval.dtype}, others' {dtype}"
+    return "its second factor, which has rows too, would be transposed"
 
 
 def _asked_spec(dot: Equation, result: Any) -> jax.P | None:

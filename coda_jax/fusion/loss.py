@@ -118,7 +118,7 @@ class _Sites:
     def found(self) -> Iterator[_Site]:
         for equation in self._equations:
             dot = dot_of(equation) if equation.primitive.name == "dot_general" else ""
-            if not isinstance(dot, Dot) or dot.transpose_a:
+            if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None:
                 continue
             (z,) = equation.outvars
             if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= LEAST_VOCABULARY:
