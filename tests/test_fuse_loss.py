@@ -68,6 +68,33 @@ def test_a_loss_is_one_of_chunks(name, is_tied):
     assert [one.epilogue for one in coda.fuse.report(f, *args).products] == [("token_logprobs",)]
 
 
+MEANS = {
+    "mean": lambda loss, y: jnp.mean(loss),
+    "weighted": lambda loss, y: jnp.sum(loss * jnp.sin(y)) / 7,
+    "masked": lambda loss, y: jnp.sum(jnp.where(y % 3 == 0, loss, 0.0)) / jnp.sum(y % 3 == 0),
+    "masked_out": lambda loss, y: jnp.sum(jnp.where(y % 3 == 0, 0.0, -2.0 * loss)),
+    "of_rows": lambda loss, y: jnp.mean(jnp.mean(loss, axis=1)),
+    "with_its_square": lambda loss, y: jnp.mean(loss) + jnp.mean(loss**2),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("name", ["integer_labels", "one_hot", "log_softmax"])
+def test_a_sum_of_losses(name, mean):
+    """A sum over all tokens forms its gradients in the forward pass; any other function of the losses does not."""
+    w, x, labels = arguments()
+    x = jnp.concatenate([x, 1 - x])
+    labels = jnp.concatenate([labels, labels // 2])
+
+    def f(w, x):
+        return MEANS[mean](LOSSES[name](rms_norm(x, w["scale"]) @ w["head"], labels), labels)
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(w, x), jax.jit(with_gradients(f))(w, x)) < 1e-5
+    is_summed = "linear_cross_entropy" in str(jax.make_jaxpr(fused)(w, x))
+    assert is_summed == (mean not in ("of_rows", "with_its_square"))
+
+
 def test_in_16_bits():
     args, f = arguments(jnp.bfloat16), of_model(LOSSES["integer_labels"])
     exact = with_gradients(f)(*jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, args))
@@ -91,7 +118,10 @@ def test_labels_that_are_not_in_the_vocabulary():
         mask = (labels >= 0) & (labels < VOCABULARY)
         total = lambda w, g, mask=mask: jnp.sum(jnp.where(mask, g(w, x, labels), 0.0))  # noqa: E731
         gradients = [jax.grad(total)(w, g) for g in (coda.fuse(f), f)]
-        assert largest_error(*gradients) < 1e-5
+        gradients += [jax.grad(coda.fuse(total))(w, f), jax.grad(total)(w, f)]
+        assert largest_error(*gradients[:2]) < 1e-5 and largest_error(*gradients[2:]) < 1e-5
+        mean = lambda w, f=f: jnp.mean(f(w, x, labels))  # noqa: E731
+        assert jnp.isnan(coda.fuse(mean)(w)) == jnp.isnan(mean(w))
 
 
 @pytest.mark.parametrize("reads", ["logits", "another"])

@@ -104,7 +104,7 @@ class Fused:
             closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
         except (*_ASKED_VALUE, _OtherStructure):
             return None
-        function = self.pieces.function(closed, self.name)
+        function = self.pieces.function(closed, self.name, is_outer=True)
         if self._is_checked:
             function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
         out_tree, changed = found

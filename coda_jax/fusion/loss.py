@@ -1,9 +1,11 @@
-"""The loss of a language model: a log-softmax of a product that is read at labels alone becomes `token_logprobs`.
+"""The loss of a language model: a log-softmax of a product that is read at labels alone is made in chunks of tokens.
 
     z = x w,   log(sum_v exp(z[v] - c)) + c - z[label],   or (z - c - log(sum_v exp(z[v] - c)))[label]
 
 Both are the token's log-probability, whatever c is: JAX subtracts the largest logit. The label is picked by a gather
-along the vocabulary, or by a sum with its one-hot array. No array of all logits is made then, forward or backward.
+along the vocabulary, or by a sum with its one-hot array. It becomes `token_logprobs`; where it is only summed over all
+tokens, times weights or under a mask, `linear_cross_entropy`, which forms the gradient in the forward pass. No array of
+all logits is made then, forward or backward.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -22,10 +25,10 @@ from coda_jax.fusion.straight import at_line
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import read
-from coda_jax.operators import token_logprobs
+from coda_jax.operators import linear_cross_entropy, token_logprobs
 
 LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
-_VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "copy", "convert_element_type"})
+_VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"})
 _OUTSIDE = {"FILL_OR_DROP": jnp.nan, "CLIP": None, "PROMISE_IN_BOUNDS": None}  # of the vocabulary, by a gather's mode
 
 
@@ -34,12 +37,14 @@ class _Site:
     """A loss.
 
     Attributes:
-      result: the variable that is the log-probability, or its negative.
+      result: the variable that is the log-probability, or its negative; or the sum of these.
       sign: 1 or -1.
       dot: the product.
       product: its equation.
       labels: a variable of integers, one a token.
       outside: the result for labels that are not in the vocabulary; None where they are clipped to it.
+      factors: of each token's loss in the sum, variables and numbers; None where it is not summed.
+      masks: variables, and which of their values keeps a token; the others count as zero.
     """
 
     result: Any
@@ -48,19 +53,30 @@ class _Site:
     labels: Any
     outside: float | None
     product: Equation = None
+    factors: tuple[Any, ...] | None = None
+    masks: tuple[tuple[Any, bool], ...] = ()
+
+    @property
+    def operator(self) -> str:
+        """The name of what it becomes."""
+        return "token_logprobs" if self.factors is None else "linear_cross_entropy"
 
 
-def with_token_logprobs(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Equation]]:
-    """A straight jaxpr whose losses are calls of `token_logprobs`, where their logits are then read by nothing.
+def with_losses(closed: core.ClosedJaxpr, *, sums: bool) -> tuple[core.ClosedJaxpr, list[tuple[Equation, str]]]:
+    """A straight jaxpr whose losses are calls of the operators, where their logits are then read by nothing.
+
+    Args:
+      sums: whether a loss that is summed may form its gradients in the forward pass. In a loop each step would keep
+        its own, as large as w.
 
     Returns:
-      The jaxpr, and the products that it lacks.
+      The jaxpr, and the products that it lacks, each with the operator that it is part of.
     """
-    sites = list(_Sites(closed.jaxpr).found())
+    sites = list(_Sites(closed.jaxpr, sums).found())
     while sites:
         changed = _replaced(closed, {site.result: site for site in sites})
         if _dots(changed) == _dots(closed) - len(sites):
-            return changed, [site.product for site in sites]
+            return changed, [(site.product, site.operator) for site in sites]
         sites.pop()  # something else reads its logits, or those of another
     return closed, []
 
@@ -78,7 +94,7 @@ def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJ
             if site is None:
                 outputs: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
             else:
-                outputs = [at_line(equation, _logprob, site, values)]
+                outputs = [at_line(equation, _logprob if site.factors is None else _sum, site, values)]
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(values, x) for x in closed.jaxpr.outvars]
 
@@ -88,15 +104,44 @@ def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJ
     return core.ClosedJaxpr(needed, whole.consts)
 
 
-def _logprob(site: _Site, values: dict[Any, Any]) -> jax.Array:
-    """The value of the site's variable."""
+def _arguments(site: _Site, values: dict[Any, Any]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The product's factors, the labels, and labels that are in the vocabulary."""
     dot = site.dot
     x, w = values[dot.a], values[dot.b]
     rows, vocabulary = x.shape[: dot.rows_a], w.shape[0] if dot.transpose_b else w.shape[-1]
-    x = x.reshape(*rows, -1)
     w = w.reshape(vocabulary, -1) if dot.transpose_b else w.reshape(-1, vocabulary)
     labels = values[site.labels].reshape(rows)
-    known = jnp.clip(labels, 0, vocabulary - 1)
+    return x.reshape(*rows, -1), w, labels, jnp.clip(labels, 0, vocabulary - 1)
+
+
+def _sum(site: _Site, values: dict[Any, Any]) -> jax.Array:
+    """The value of the site's variable, the weighted sum of all tokens' losses."""
+    assert site.factors is not None
+    x, w, labels, known = _arguments(site, values)
+    weights = jnp.ones(labels.shape, jnp.float32)
+    for factor in site.factors:
+        given = factor.val if isinstance(factor, core.Literal) else values[factor]
+        weights = weights * (given if jnp.ndim(given) == 0 else given.reshape(labels.shape))
+    counts = jnp.ones(labels.shape, bool)
+    for mask, keeps in site.masks:
+        counts &= values[mask].reshape(labels.shape) == keeps
+    weights = jnp.where(counts, weights, 0.0)
+    if site.outside is None:
+        labels = known
+    elif site.outside == 0.0:
+        weights, labels = jnp.where(labels == known, weights, 0.0), known
+    else:  # the sum is NaN, unless these tokens are masked
+        labels = jnp.where(counts, labels, known)
+    total, _ = linear_cross_entropy(
+        x, w, labels, weights=weights, reduction="sum", transpose_w=site.dot.transpose_b, ignore_index=None
+    )
+    return (-site.sign * total).astype(site.result.aval.dtype)
+
+
+def _logprob(site: _Site, values: dict[Any, Any]) -> jax.Array:
+    """The value of the site's variable."""
+    dot = site.dot
+    x, w, labels, known = _arguments(site, values)
     logprob = token_logprobs(x, w, known, transpose_w=dot.transpose_b, ignore_index=None)
     if site.outside is not None:
         logprob = jnp.where(labels == known, logprob, site.outside)
@@ -106,8 +151,9 @@ def _logprob(site: _Site, values: dict[Any, Any]) -> jax.Array:
 class _Sites:
     """The losses of a jaxpr."""
 
-    def __init__(self, jaxpr: core.Jaxpr):
+    def __init__(self, jaxpr: core.Jaxpr, sums: bool):
         self._equations: Sequence[Equation] = jaxpr.eqns
+        self._sums = sums
         self._makers = {x: equation for equation in self._equations for x in equation.outvars}
         self._readers: dict[Any, list[Equation]] = {}
         for equation in self._equations:
@@ -123,7 +169,9 @@ class _Sites:
             (z,) = equation.outvars
             if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= LEAST_VOCABULARY:
                 for site in self._of(z):
-                    yield dataclasses.replace(site, dot=dot, product=equation)
+                    site = dataclasses.replace(site, dot=dot, product=equation)
+                    tokens, width = z.aval.size // z.aval.shape[-1], dot.a.aval.size * z.aval.shape[-1] // z.aval.size
+                    yield self._summed(site) if self._sums and tokens >= width else site  # dw is less than logits
 
     def _of(self, z: Any) -> Iterator[_Site]:
         """The losses of these logits."""
@@ -137,6 +185,44 @@ class _Sites:
                 for logarithm in self._logarithms(sums):
                     yield from self._of_log_softmax(shifted, logarithm)
                     yield from self._of_log_sum_exp(logits, shift, logarithm)
+
+    def _summed(self, site: _Site) -> _Site:
+        """The sum over all tokens, times weights and under masks, where the loss is read by that alone."""
+        x, sign, factors, masks = site.result, site.sign, list[Any](), list[tuple[Any, bool]]()
+        while len(readers := self._readers.get(x, [])) == 1:
+            (equation,) = readers
+            name, (out, *others) = equation.primitive.name, equation.outvars
+            beside = [y for y in equation.invars if y is not x]
+            if others or not is_float(out.aval.dtype):
+                break
+            if name == "reduce_sum" and not out.aval.shape:
+                return dataclasses.replace(site, result=out, sign=sign, factors=tuple(factors), masks=tuple(masks))
+            if out.aval.size != x.aval.size or any(y.aval.size not in (1, x.aval.size) for y in beside):
+                break
+            if name == "neg":
+                sign = -sign
+            elif name == "mul" and len(beside) == 1:
+                factors += beside
+            elif name == "select_n" and self._masks(equation, x):
+                masks.append((equation.invars[0], equation.invars[2] is x))
+            elif name not in _VIEWS:
+                break
+            x = out
+        return site
+
+    def _masks(self, select: Equation, x: Any) -> bool:
+        """True for a choice between x and zeros, by an array of bools."""
+        mask, *cases = select.invars
+        (other,) = [y for y in cases if y is not x] or (None,)
+        is_array = not isinstance(mask, core.Literal) and mask.aval.dtype == bool and mask.aval.size == x.aval.size
+        return len(cases) == 2 and is_array and other is not None and self._is_zero(other)
+
+    def _is_zero(self, x: Any) -> bool:
+        while not isinstance(x, core.Literal):
+            if x not in self._makers or self._makers[x].primitive.name not in _VIEWS:
+                return False
+            x = self._makers[x].invars[0]
+        return not np.any(x.val)
 
     def _casts(self, x: Any) -> set[Any]:
         """The variable and what it is cast to, among floats."""
@@ -202,7 +288,8 @@ class _Sites:
 
     def _root(self, x: Any) -> Any:
         """The variable that one is a view of."""
-        while not isinstance(x, core.Literal) and x in self._makers and self._makers[x].primitive.name in _VIEWS:
+        passed = _VIEWS | {"stop_gradient"}  # as JAX subtracts the largest logit
+        while not isinstance(x, core.Literal) and x in self._makers and self._makers[x].primitive.name in passed:
             source: Any = self._makers[x].invars[0]
             if isinstance(source, core.Literal) or source.aval.size != x.aval.size:
                 break

@@ -15,7 +15,7 @@ from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.dots import Dot, Equation, dot_of
 from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
-from coda_jax.fusion.loss import with_token_logprobs
+from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Nested, has_products
 from coda_jax.fusion.straight import at_line, line_of, straight, without_constants
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
@@ -55,7 +55,7 @@ class Piece:
       reason: why it stays.
       jaxpr: its equations.
       nested: runs those that hold jaxprs of their own, which are pieces too.
-      losses: the products that became part of a loss over a vocabulary.
+      losses: the products that became part of a loss over a vocabulary, and the operators that these are.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Piece:
     reason: str
     jaxpr: core.ClosedJaxpr
     nested: Nested
-    losses: Sequence[Equation]
+    losses: Sequence[tuple[Equation, str]]
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         if self.lifted is None:
@@ -87,8 +87,8 @@ class Pieces:
     def __init__(self, options: Options):
         self.options, self.made = options, list[Piece]()
 
-    def function(self, closed: core.ClosedJaxpr, name: str) -> Function:
-        """A jaxpr, fused, as a function of its constants and its arguments."""
+    def function(self, closed: core.ClosedJaxpr, name: str, *, is_outer: bool = False) -> Function:
+        """A jaxpr, fused, as a function of its constants and its arguments; is_outer: whether it is no body."""
         whole = without_constants(closed)
         if not has_products(whole.jaxpr):
             return core.jaxpr_as_fun(whole)
@@ -97,16 +97,16 @@ class Pieces:
         def function(*arrays: Any) -> Sequence[Any]:
             key = jax.sharding.get_abstract_mesh(), tuple(map(signature, arrays))
             if key not in known:
-                known[key] = self._function_at(whole, name, arrays)
+                known[key] = self._function_at(whole, name, arrays, is_outer)
             return known[key](*arrays)
 
         return function
 
-    def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> Function:
+    def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
         """The function for arrays of these types."""
-        flat, losses = straight(whole, arrays), list[Equation]()
+        flat, losses = straight(whole, arrays), list[tuple[Equation, str]]()
         if not self.options.is_exact:
-            flat, losses = with_token_logprobs(flat)
+            flat, losses = with_losses(flat, sums=is_outer)
         if flat.jaxpr.effects:
             return _Segments(flat, name, self)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)

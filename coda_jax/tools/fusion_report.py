@@ -114,7 +114,7 @@ def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _products(piece: Piece) -> list[FusedProduct]:
-    found = [FusedProduct(piece.name, line_of(x), _types(x), ("token_logprobs",), "") for x in piece.losses]
+    found = [FusedProduct(piece.name, line_of(x), _types(x), (operator,), "") for x, operator in piece.losses]
     if piece.lifted is None:
         dots = [equation for equation in piece.jaxpr.jaxpr.eqns if equation.primitive.name == "dot_general"]
         return [*found, *(FusedProduct(piece.name, line_of(x), _types(x), (), piece.reason) for x in dots)]
