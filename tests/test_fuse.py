@@ -270,6 +270,49 @@ def test_a_function_that_asks_for_values_runs_as_it_is():
     assert largest_error(coda.fuse(f)(x, w["up"]), f(x, w["up"])) < 1e-6
 
 
+def test_an_index_of_bools_and_a_string_of_numpy():
+    def f(x, w, name):
+        y = x @ w
+        return y[x[..., 0] > 0] if name == "some" else y
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    for name in map(np.str_, ("some", "all")):
+        assert largest_error(coda.fuse(f)(x, w["up"], name), f(x, w["up"], name)) < 1e-6
+
+
+def test_a_trace_is_of_the_context_that_it_was_made_in():
+    @coda.fuse
+    def f(x, w):
+        return x @ w / jax.lax.axis_size("batch")
+
+    w, x = plain_models.weights()["up"], plain_models.inputs()
+    for count in (2, 4):
+        found = jax.vmap(f, (0, None), axis_name="batch")(jnp.stack([x] * count), w)
+        assert largest_error(found, jnp.stack([x @ w / count] * count)) < 1e-5
+
+    @coda.fuse
+    def noisy(x, w):
+        return x @ w + jax.random.normal(jax.random.key(0))
+
+    for name in ("threefry2x32", "rbg"):
+        with jax.default_prng_impl(name):
+            assert largest_error(noisy(x, w), noisy.plain(x, w)) < 1e-5
+
+
+def test_only_traces_that_are_used_again_are_kept():
+    def with_effects(x, w):
+        jax.debug.callback(lambda _: None, x[0, 0, 0])
+        return jnp.tanh(x @ w)
+
+    w, x = plain_models.weights()["up"], plain_models.inputs()
+    f, weights = coda.fuse(with_effects), []
+    g = coda.fuse(lambda x: jnp.tanh(x @ weights[-1]))
+    for _ in range(3):
+        f(x, w)
+        jax.grad(lambda w: weights.append(w) or jnp.sum(g(x)))(w)
+    assert len(f.pieces.made) == len(g.pieces.made) == 1
+
+
 class Noisy(nnx.Module):
     """A module with statistics and random numbers, which a call changes."""
 
@@ -297,6 +340,26 @@ def test_a_module_changes_in_place_as_it_did():
     assert largest_error(fused, plain) < 1e-6
     counts = [[x.item() for x in jax.tree.leaves(nnx.state(module, nnx.RngCount))] for module in modules]
     assert counts[0] == counts[1] == [2]
+
+
+class Shared(nnx.Module):
+    """A module of two names for one stream of random numbers, that counts its calls."""
+
+    def __init__(self, rngs):
+        self.linear, self.first, self.second, self.calls = nnx.Linear(8, 8, rngs=rngs), rngs, rngs, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.linear(x) + sum(jax.random.normal(rngs.noise(), x.shape) for rngs in (self.first, self.second))
+
+
+def test_shared_variables_and_static_attributes_change_as_they_did():
+    x, results = jnp.ones((4, 8)), []
+    for f in (lambda m, x: m(x), coda.fuse(lambda m, x: m(x))):
+        module = Shared(nnx.Rngs(0, noise=1))
+        results.append([f(module, x), f(module, x), nnx.jit(f)(module, x), module.first.noise.count[...]])
+        assert module.calls == 3
+    assert largest_error(results[1], results[0]) < 1e-6
 
 
 def test_one_signature_is_traced_once():
@@ -332,6 +395,16 @@ def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):
         jax.effects_barrier()
 
 
+def test_a_check_of_infinities_and_of_8_bits():
+    def f(w, x):
+        y = x @ w["up"]
+        return jnp.where(y > 0, y, -jnp.inf), y.astype(jnp.float8_e4m3fn)
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    jax.block_until_ready(coda.fuse(f, check=True)(w, x))
+    jax.effects_barrier()
+
+
 def test_a_report_names_lines_epilogues_and_reasons():
     loss, args = model("llama")
     text = str(coda.fuse.report(loss, *args))
@@ -358,6 +431,8 @@ def test_memory_is_a_gate(monkeypatch):
     assert counts(coda.fuse(loss), *args)[1] == 0
     reasons = {one.reason for one in coda.fuse.report(loss, *args).products}
     assert all(reason.startswith("its backward pass would keep") for reason in reasons)
+    products = coda.fuse.report(scan, stacked(), plain_models.inputs()).products
+    assert len(products) == 2  # once, though the loop was tried in graphs that kept too much
     assert counts(coda.fuse(loss, memory=None), *args)[1] == 7
 
 

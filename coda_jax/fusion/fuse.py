@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import trace_context  # has no public name
 from jax.extend import core
 
 from coda_jax.fusion.checked import checked
-from coda_jax.fusion.modules import update_modules
+from coda_jax.fusion.modules import changes_shared, update_modules
 from coda_jax.fusion.pieces import Options, Pieces, signature
 from coda_jax.fusion.straight import without_constants
 from coda_jax.graph.static import Static
@@ -24,13 +25,14 @@ from coda_jax.primitives.call_arguments import check_implementation
 _SIGNATURES = 64  # of a function, whose traces are kept
 _ASKED_VALUE = (
     jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
 
 
 class _OtherStructure(Exception):
-    """A function gives a module among its arguments more variables, or takes some."""
+    """A function changes the structure of an argument: a module's variables or static attributes, a dict's keys."""
 
 
 class Fused:
@@ -38,7 +40,7 @@ class Fused:
 
     Attributes:
       name: of the function.
-      pieces: the straight functions that its traces were made of.
+      pieces: the straight functions that its last trace was made of.
     """
 
     def __init__(self, f: Callable[..., Any], options: Options, *, is_checked: bool = False):
@@ -52,7 +54,7 @@ class Fused:
         """f(*args, **kwargs)."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         traced = self._traced(leaves, tree)
-        if traced is None:
+        if traced is None or changes_shared((args, kwargs), traced.changed):
             return self._f(*args, **kwargs)
         results = traced.function(*traced.consts, *filter(_is_array, leaves))
         outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]  # constants
@@ -71,7 +73,7 @@ class Fused:
 
     def _traced(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
         """The function at these arguments; None for one that asks for their values, or changes their structure."""
-        config = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+        config = trace_context(), jax.config.jax_default_prng_impl  # with the axes of an enclosing vmap
         each = (signature(x) if _is_array(x) else (type(x), Static(x)) for x in leaves)
         key = tree, jax.sharding.get_abstract_mesh(), config, tuple(each)
         if key in self._traces:
@@ -86,14 +88,15 @@ class Fused:
 
     def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
         found: list[Any] = []
+        self.pieces = Pieces(self.options)  # earlier ones live as long as their traces
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
             before = [next(given) if _is_array(x) else x for x in leaves]
             args, kwargs = jax.tree.unflatten(tree, before)
             outputs, out_tree = jax.tree.flatten(self._f(*args, **kwargs))
-            after = jax.tree.leaves((args, kwargs))
-            if len(after) != len(before):
+            after, after_tree = jax.tree.flatten((args, kwargs))
+            if after_tree != tree:
                 raise _OtherStructure
             changed = [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x is not y]
             found[:] = out_tree, changed
@@ -111,7 +114,7 @@ class Fused:
         return _Traced(function, closed.consts, out_tree, changed)
 
     def fresh(self) -> Fused:
-        """The same, with no traces."""
+        """The same with no traces, and unchecked."""
         return Fused(self._f, self.options)
 
     @property
@@ -157,24 +160,30 @@ def fuse(
     alone read is applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map are
     fused each by itself. All the rest runs as it is: attention, gathers, functions with a custom_vjp.
 
+    As under jax.jit, f's Python code runs once for each signature: the types of the arrays, and the values of all other
+    arguments. Arrays that f closes over, or reads of an argument that is no pytree, are those of that run. Modules of
+    flax.nnx among the arguments change in place as they did; dicts and NumPy arrays that f changes do not.
+
     `coda.fuse.report(f, *args)` tells what became of each product, and why others are left alone.
 
     Args:
-      f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays is called
-        as it is.
+      f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays, or that
+        changes the structure of an argument, is called as it is.
       exact: round where f rounds, to 16 bits after each operation, and defer no norm. By default values stay float32
         within an epilogue, as in a fusion of XLA's.
       memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.
       check: compute f and its gradient as JAX does too, in each call, and raise if they differ by more than 1e-3, or
-        5e-2 for floats of 16 bits, relative to the array's norm.
+        5e-2 for floats of 16 bits and 2e-1 of 8, relative to the array's norm.
       implementation: as in `coda.gemm`.
 
     Returns:
-      A function with the arguments and the results of f.
+      A function with the arguments and the results of f; numbers among the results are arrays. Its derivatives are
+      those of reverse mode.
 
     Raises:
       TypeError: f is not callable.
       ValueError: another memory or implementation.
+      NotImplementedError: jax.jvp, jax.jacfwd or jax.linearize of what is returned.
     """
     if f is None:
         return functools.partial(fuse, exact=exact, memory=memory, check=check, implementation=implementation)
@@ -200,4 +209,5 @@ fuse.report = _report  # type: ignore[attr-defined]
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    """True for what JAX takes as an array; NumPy's strings, objects and dates are static."""
+    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "OSUMm")

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import jax
+
+
+def changes_shared(arguments: Any, changed: Collection[int]) -> bool:
+    """True if one of the leaves with these numbers is of a variable that occurs several times among the arguments.
+
+    As a pytree each occurrence is a variable of its own, so that a trace does not see at one what changed at another.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None or not changed:
+        return False
+    leaf = 0
+    is_changed: dict[int, list[bool]] = {}  # each variable's occurrences
+    for x in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        count = len(jax.tree.leaves(x))
+        if isinstance(x, nnx.Variable):
+            is_changed.setdefault(id(x), []).append(any(i in changed for i in range(leaf, leaf + count)))
+        leaf += count
+    return any(len(flags) > 1 and any(flags) for flags in is_changed.values())
 
 
 def update_modules(arguments: Any, after: Any) -> None:

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.straight import CHECKPOINTS, without_constants
+from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
@@ -28,16 +29,23 @@ class Nested:
 
     def __init__(self, fused: Callable[[core.ClosedJaxpr, str], Function]):
         self._fused = fused
+        self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
 
     def __call__(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         run = _RULES.get(equation.primitive.name)
         if run is None or not any(map(has_products, inner_jaxprs(equation))):
             return bind(equation.primitive, inputs, equation.params)
         arrays = [
-            jnp.asarray(x, v.aval.dtype) if jnp.ndim(x) == 0 and not _is_key(v) else x
+            jnp.asarray(x, v.aval.dtype) if jnp.ndim(x) == 0 and not is_key(v.aval) else x
             for x, v in zip(inputs, equation.invars, strict=True)
         ]
-        return run(self._fused, equation, arrays)
+        return run(self._function, equation, arrays)
+
+    def _function(self, body: Any, name: str) -> Function:
+        """The function that a body becomes, made once."""
+        if id(body) not in self._known:
+            self._known[id(body)] = body, self._fused(core.ClosedJaxpr(*opened(body)), name)
+        return self._known[id(body)][1]
 
 
 def has_products(jaxpr: core.Jaxpr) -> bool:
@@ -46,7 +54,7 @@ def has_products(jaxpr: core.Jaxpr) -> bool:
 
 def _scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params, consts, carried = equation.params, num_constants(equation), num_carried(equation)
-    body = fused(_closed(params["jaxpr"]), "scan")
+    body = fused(params["jaxpr"], "scan")
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outputs = list(body(*inputs[:consts], *carry, *xs))
@@ -65,7 +73,7 @@ def _scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[A
 
 def _cond(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     index, *operands = inputs
-    branches = [fused(_closed(branch), "cond") for branch in equation.params["branches"]]
+    branches = [fused(branch, "cond") for branch in equation.params["branches"]]
     results: Sequence[Any] = lax.switch(index, [lambda *xs, f=f: list(f(*xs)) for f in branches], *operands)
     return results
 
@@ -73,7 +81,8 @@ def _cond(fused: Callable[..., Function], equation: Equation, inputs: Sequence[A
 def _while(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    cond, body = core.jaxpr_as_fun(_closed(params["cond_jaxpr"])), fused(_closed(params["body_jaxpr"]), "while")
+    cond = core.jaxpr_as_fun(core.ClosedJaxpr(*opened(params["cond_jaxpr"])))
+    body = fused(params["body_jaxpr"], "while")
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     results: Sequence[Any] = lax.while_loop(
         lambda state: cond(*cond_consts, *state)[0],
@@ -85,7 +94,7 @@ def _while(fused: Callable[..., Function], equation: Equation, inputs: Sequence[
 
 def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
-    body = fused(_closed(callee(equation)), "checkpoint")
+    body = fused(callee(equation), "checkpoint")
     if not params.get("differentiated"):
         rule = jax.checkpoint(lambda *xs: list(body(*xs)), prevent_cse=params["prevent_cse"], policy=params["policy"])
         results: Sequence[Any] = rule(*inputs)
@@ -100,7 +109,7 @@ def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequ
 def _shard_map(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
     axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-    body = fused(_closed(params["jaxpr"]), "shard_map")
+    body = fused(params["jaxpr"], "shard_map")
     mapped = jax.shard_map(
         lambda *xs: list(body(*xs)),
         mesh=params["mesh"],
@@ -111,14 +120,6 @@ def _shard_map(fused: Callable[..., Function], equation: Equation, inputs: Seque
     )
     results: Sequence[Any] = jax.jit(mapped)(*inputs)  # one that is not compiled refuses custom_vjp's zeros
     return results
-
-
-def _closed(jaxpr: Any) -> core.ClosedJaxpr:
-    return core.ClosedJaxpr(*opened(jaxpr))
-
-
-def _is_key(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.aval.dtype, jax.dtypes.prng_key))
 
 
 _RULES: Mapping[str, Callable[..., Sequence[Any]]] = {

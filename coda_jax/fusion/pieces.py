@@ -27,7 +27,7 @@ from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, pla
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
 
 Function = Callable[..., Sequence[Any]]
-_SLACK, _VECTORS = 1.01, 2**16  # a graph keeps a norm's statistics, some bytes a row, which JAX may compute again
+_SLACK_PERCENT, _VECTORS = 1, 2**16  # a graph keeps a norm's statistics, some bytes a row, which JAX may compute again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,7 @@ class Pieces:
         is_derivative = any(isinstance(x := dot_of(e), Dot) and x.transpose_a for e in _dots(flat.jaxpr))
         has_most = self.options.memory == "same" and not is_derivative  # nobody differentiates it again
         most = kept_by_jax(flat, arrays) if has_most else float("inf")
+        reason, before = "", len(self.made)
         for defers in (True, False):
             found = lifted(
                 flat,
@@ -130,15 +131,24 @@ class Pieces:
                 defers=defers,
                 implementation=self.options.implementation,
             )
-            if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
-                return None, "complex numbers pass between its products"
             kept = 0 if most == float("inf") else kept_by_graph(found.graph)
-            if kept <= _SLACK * most + _VECTORS:
+            if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
+                reason = "complex numbers pass between its products"
+            elif most == float("inf") or _keeps_no_more(kept, most):
                 return found, ""
-        return (
-            None,
-            f"its backward pass would keep {kept / 2**10:.0f} KiB; as JAX derives it, it keeps {most / 2**10:.0f}",
-        )
+            else:
+                reason = f"its backward pass would keep {kept // 2**10} KiB; "
+                reason += f"as JAX derives it, it keeps {most // 2**10}"
+            del self.made[before:]  # the bodies in it, which become pieces again where it is run
+        return None, reason
+
+
+def _keeps_no_more(kept: Any, most: Any) -> bool:
+    """True for no more bytes than these; also if symbolic sizes decide it."""
+    try:
+        return bool(100 * kept <= (100 + _SLACK_PERCENT) * most + 100 * _VECTORS)
+    except jax.errors.InconclusiveDimensionOperation:
+        return True
 
 
 class _Segments:
@@ -169,15 +179,20 @@ class _Segments:
         results = [x for equation in group for x in equation.outvars if x in read_later]
 
         def segment(*arrays: Any) -> list[Any]:
-            known = dict(zip(inputs, arrays, strict=True))
+            values = dict(zip(inputs, arrays, strict=True))
             for equation in group:
-                given = [read(known, x) for x in equation.invars]
-                known.update(zip(equation.outvars, at_line(equation, self._nested, equation, given), strict=True))
-            return [known[x] for x in results]
+                given = [read(values, x) for x in equation.invars]
+                values.update(zip(equation.outvars, at_line(equation, self._nested, equation, given), strict=True))
+            return [values[x] for x in results]
+
+        known: list[tuple[Function, Sequence[Any]]] = []  # none before the first call, whose types are those of all
 
         def function(*arrays: Any) -> Sequence[Any]:
-            closed = jax.make_jaxpr(segment)(*arrays)
-            return pieces.function(closed, name)(*closed.consts, *arrays)
+            if not known:
+                closed = jax.make_jaxpr(segment)(*arrays)
+                known.append((pieces.function(closed, name), closed.consts))
+            ((fused, consts),) = known
+            return fused(*consts, *arrays)
 
         return function, inputs, results
 
