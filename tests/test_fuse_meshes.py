@@ -75,6 +75,16 @@ def test_a_body_of_shard_map(where):
     assert counts(with_gradients(loss), w, x) == (0, 6)
 
 
+def test_a_body_of_shard_map_closes_over_an_array():
+    def body(w, x):
+        return coda.fuse(lambda x: block(w, x))(x)
+
+    w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
+    f = in_shards(body)
+    assert largest_error(jax.jit(f)(w, x), block(w, x)) < 1e-5
+    assert largest_error(*(jax.jit(with_gradients(loss_of(g)))(w, x) for g in (f, block))) < 1e-5
+
+
 def test_a_collective_stays_where_it_is():
     w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
     f = coda.fuse(in_shards(block, sums=True))

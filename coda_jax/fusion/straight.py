@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
-from coda_jax.jaxprs.evaluate import bound, evaluate, read
+from coda_jax.jaxprs.evaluate import read
 
 CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
 _OPENED = CALLS - CHECKPOINTS
@@ -32,16 +32,11 @@ def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The jaxpr with its constants as its first inputs, of 64 bits too."""
+    """The jaxpr with its constants as its first inputs."""
+    jaxpr = closed.jaxpr
     if not closed.consts:
         return closed
-    count = len(closed.consts)
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*map(jax.typeof, closed.consts), *closed.in_avals)]
-    return jax.make_jaxpr(lambda *xs: _evaluated(closed.jaxpr, xs[:count], xs[count:]))(*types)
-
-
-def _evaluated(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    return evaluate(jaxpr, consts, args, bound, opens=())
+    return core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
 
 
 def _results(
