@@ -154,3 +154,29 @@ def test_a_loss_in_a_scan():
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(*args), jax.jit(with_gradients(f))(*args)) < 1e-5
     assert not arrays_of_logits(with_gradients(fused), *args)
+
+
+def with_a_gradient_of_the_shift(z, y):
+    shift = z.max(-1, keepdims=True)
+    return jnp.log(jnp.sum(jnp.exp(z - jax.lax.stop_gradient(shift)), -1)) + shift[..., 0] - picked(z, y)
+
+
+def with_one_shift(z, y):
+    shifted = z - jnp.max(z)
+    return jnp.log(jnp.sum(jnp.exp(shifted), -1)) - picked(shifted, y)
+
+
+@pytest.mark.parametrize("loss", [with_a_gradient_of_the_shift, with_one_shift])
+def test_a_loss_of_another_form_is_not_replaced(loss):
+    args, f = arguments(), of_model(loss)
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(*args), jax.jit(with_gradients(f))(*args)) < 1e-5
+    assert arrays_of_logits(fused, *args)
+
+
+def test_a_number_of_tokens_that_is_not_known():
+    (w, x, labels), f = arguments(), of_model(LOSSES["integer_labels"])
+    batch = jax.export.symbolic_shape("batch")
+    types = [jax.ShapeDtypeStruct((*batch, *y.shape[1:]), y.dtype) for y in (x, labels)]
+    exported = jax.export.export(jax.jit(coda.fuse(f)))(w, *types)
+    assert largest_error(exported.call(w, x, labels), f(w, x, labels)) < 1e-5

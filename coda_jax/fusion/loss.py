@@ -171,14 +171,15 @@ class _Sites:
                 for site in self._of(z):
                     site = dataclasses.replace(site, dot=dot, product=equation)
                     tokens, width = z.aval.size // z.aval.shape[-1], dot.a.aval.size * z.aval.shape[-1] // z.aval.size
-                    yield self._summed(site) if self._sums and tokens >= width else site  # dw is less than logits
+                    is_less = isinstance(tokens, int) and tokens >= width  # dw than logits; False for a symbolic size
+                    yield self._summed(site) if self._sums and is_less else site
 
     def _of(self, z: Any) -> Iterator[_Site]:
         """The losses of these logits."""
         logits = self._casts(z)
         for difference in self._read_by(logits, "sub"):
             left, shift = difference.invars
-            if left not in logits or isinstance(shift, core.Literal) or shift.aval.shape[-1] != 1:
+            if left not in logits or isinstance(shift, core.Literal) or shift.aval.shape[-1:] != (1,):
                 continue
             (shifted,) = difference.outvars
             for sums in self._sums_of_exponentials(shifted):
@@ -286,15 +287,16 @@ class _Sites:
                     sign = -1 if left in totals else 1
                     yield _Site(difference.outvars[0], sign, None, labels, outside)  # type: ignore[arg-type]
 
-    def _root(self, x: Any) -> Any:
-        """The variable that one is a view of."""
-        passed = _VIEWS | {"stop_gradient"}  # as JAX subtracts the largest logit
+    def _root(self, x: Any) -> tuple[Any, bool]:
+        """The variable that one is a view of, and whether its gradient is stopped, as of JAX's largest logit."""
+        passed, is_stopped = _VIEWS | {"stop_gradient"}, False
         while not isinstance(x, core.Literal) and x in self._makers and self._makers[x].primitive.name in passed:
             source: Any = self._makers[x].invars[0]
             if isinstance(source, core.Literal) or source.aval.size != x.aval.size:
                 break
+            is_stopped |= self._makers[x].primitive.name == "stop_gradient"
             x = source
-        return x
+        return x, is_stopped
 
     def _picked(self, arrays: set[Any]) -> Iterator[tuple[Any, Any, float | None]]:
         """Variables that are one of the arrays at labels along its last axis; the labels; what stands for others."""
