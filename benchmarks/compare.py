@@ -29,4 +29,4 @@ def distance(
         kinds[kind_of(path)].append(_squares(x, y))
     sums = [(float(sum(d for d, _ in of)), float(sum(n for _, n in of))) for of in kinds.values()]
     least = floor**2 * max(n for _, n in sums)
-    return max((d / max(n, least)) ** 0.5 for d, n in sums)
+    return max((d / max(n, least, 1e-300)) ** 0.5 for d, n in sums)  # zeros are at no distance from zeros

@@ -262,6 +262,21 @@ def test_arrays_that_a_function_closes_over_have_gradients():
     assert largest_error(jax.grad(loss)(2.0), jax.grad(plain)(2.0)) < 1e-5
 
 
+def test_arrays_that_change_are_read_again():
+    class Plain:
+        def __init__(self):
+            self.w = jnp.eye(8)
+
+        def __call__(self, x):
+            return jnp.tanh(x @ self.w)
+
+    plain, model, x = Plain(), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((4, 8))
+    for f in (coda.fuse(plain), coda.fuse(lambda x: jnp.tanh(model(x)))):
+        before = f(x)
+        plain.w, model.kernel[...] = 2 * plain.w, 2 * model.kernel[...]
+        assert largest_error(f(x), before) > 1e-2
+
+
 def test_a_function_that_asks_for_values_runs_as_it_is():
     def f(x, w):
         return x @ w if x[0, 0, 0] > 0 else x @ (2 * w)

@@ -80,7 +80,7 @@ class Fused:
             self._traces.move_to_end(key)
             return self._traces[key]
         traced = self._trace(leaves, tree)
-        if traced is None or not any(isinstance(x, jax.core.Tracer) for x in traced.consts):
+        if traced is None or not any(isinstance(x, jax.Array) for x in traced.consts):  # they may be others next time
             self._traces[key] = traced
             if len(self._traces) > _SIGNATURES:
                 self._traces.popitem(last=False)
@@ -161,8 +161,8 @@ def fuse(
     fused each by itself. All the rest runs as it is: attention, gathers, functions with a custom_vjp.
 
     As under jax.jit, f's Python code runs once for each signature: the types of the arrays, and the values of all other
-    arguments. Arrays that f closes over, or reads of an argument that is no pytree, are those of that run. Modules of
-    flax.nnx among the arguments change in place as they did; dicts and NumPy arrays that f changes do not.
+    arguments; and in each call where it closes over arrays of JAX, or reads them of an argument that is no pytree.
+    Modules of flax.nnx among the arguments change in place as they did; dicts and NumPy arrays that f changes do not.
 
     `coda.fuse.report(f, *args)` tells what became of each product, and why others are left alone.
 
