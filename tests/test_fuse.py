@@ -262,6 +262,15 @@ def test_arrays_that_a_function_closes_over_have_gradients():
     assert largest_error(jax.grad(loss)(2.0), jax.grad(plain)(2.0)) < 1e-5
 
 
+def test_a_module_that_a_function_closes_over_changes_as_it_did():
+    x, found = jnp.arange(32.0).reshape(4, 8) / 8, []
+    for fuse in (lambda f: f, coda.fuse):
+        module = Noisy(nnx.Rngs(0))
+        f = fuse(lambda x, module=module: module(x))
+        found.append([f(x), f(x), *jax.tree.leaves(nnx.state(module, nnx.BatchStat))])
+    assert largest_error(*found) < 1e-6
+
+
 def test_arrays_that_change_are_read_again():
     class Plain:
         def __init__(self):

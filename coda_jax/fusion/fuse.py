@@ -16,7 +16,7 @@ from jax._src.config import trace_context  # has no public name
 from jax.extend import core
 
 from coda_jax.fusion.checked import checked
-from coda_jax.fusion.modules import changes_shared, update_modules
+from coda_jax.fusion.modules import changes_shared, is_change_outside, update_modules
 from coda_jax.fusion.pieces import Options, Pieces, signature
 from coda_jax.fusion.straight import without_constants
 from coda_jax.graph.static import Static
@@ -107,6 +107,10 @@ class Fused:
             closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
         except (*_ASKED_VALUE, _OtherStructure):
             return None
+        except Exception as error:
+            if is_change_outside(error):
+                return None
+            raise
         function = self.pieces.function(closed, self.name, is_outer=True)
         if self._is_checked:
             function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
@@ -167,8 +171,8 @@ def fuse(
     `coda.fuse.report(f, *args)` tells what became of each product, and why others are left alone.
 
     Args:
-      f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays, or that
-        changes the structure of an argument, is called as it is.
+      f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays, that
+        changes the structure of an argument, or a module that it closes over, is called as it is.
       exact: round where f rounds, to 16 bits after each operation, and defer no norm. By default values stay float32
         within an epilogue, as in a fusion of XLA's.
       memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.

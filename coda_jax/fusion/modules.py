@@ -1,4 +1,4 @@
-"""Modules of flax.nnx among a function's arguments, which it may change in place."""
+"""Modules of flax.nnx that a function may change in place: those among its arguments, and those that it closes over."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+
+
+def is_change_outside(error: Exception) -> bool:
+    """True for what Flax raises where a function that is traced changes a module that is none of its arguments."""
+    errors: Any = sys.modules.get("flax.errors")
+    return errors is not None and isinstance(error, errors.TraceContextError)
 
 
 def changes_shared(arguments: Any, changed: Collection[int]) -> bool:
