@@ -18,8 +18,8 @@ from jax.extend import core
 from coda_jax.fusion.checked import checked
 from coda_jax.fusion.modules import changes_shared, is_change_outside, update_modules
 from coda_jax.fusion.pieces import Options, Pieces, signature
-from coda_jax.fusion.straight import without_constants
 from coda_jax.graph.static import Static
+from coda_jax.jaxprs.evaluate import without_constants
 from coda_jax.primitives.call_arguments import check_implementation
 
 _SIGNATURES = 64  # of a function, whose traces are kept

@@ -11,10 +11,11 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.straight import CHECKPOINTS, without_constants
+from coda_jax.fusion.straight import CHECKPOINTS
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
+from coda_jax.jaxprs.evaluate import without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
 
 Function = Callable[..., Sequence[Any]]

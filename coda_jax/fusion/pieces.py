@@ -17,11 +17,11 @@ from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Nested, has_products
-from coda_jax.fusion.straight import at_line, line_of, straight, without_constants
+from coda_jax.fusion.straight import at_line, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
-from coda_jax.jaxprs.evaluate import evaluate, read
+from coda_jax.jaxprs.evaluate import evaluate, read, without_constants
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")

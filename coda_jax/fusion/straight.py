@@ -31,14 +31,6 @@ def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr
     return core.ClosedJaxpr(needed, flat.consts)
 
 
-def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The jaxpr with its constants as its first inputs."""
-    jaxpr = closed.jaxpr
-    if not closed.consts:
-        return closed
-    return core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
-
-
 def _results(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], call: Equation | None, known: dict[Any, Any]
 ) -> list[Any]:

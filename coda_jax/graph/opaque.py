@@ -13,7 +13,8 @@ from coda_jax.graph.calls import Call, is_key
 from coda_jax.graph.function import Graph
 from coda_jax.graph.on_mesh import are_on_explicit_axes, reshaped_as, typed
 from coda_jax.graph.run import run
-from coda_jax.graph.values import has_captured, without_constants
+from coda_jax.graph.values import has_captured
+from coda_jax.jaxprs.evaluate import without_constants
 
 
 def opaque(f: Callable[..., Any], *values: Any) -> Any:

@@ -25,7 +25,7 @@ from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.on_mesh import on_mesh
 from coda_jax.graph.pullbacks import Pullback, backward_of, with_pullback
-from coda_jax.jaxprs.evaluate import bound, evaluate, opened_jaxpr
+from coda_jax.jaxprs.evaluate import opened_jaxpr, without_constants
 
 _numbers = itertools.count()
 
@@ -333,18 +333,6 @@ def kept_weight(w: Value) -> Value:
 def has_captured(closed: core.ClosedJaxpr) -> bool:
     """True for a function that closes over arrays of JAX, traced or not, which may be others in the next call."""
     return any(isinstance(x, jax.Array) for x in closed.consts)
-
-
-def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The jaxpr with its constants as its first inputs."""
-    count = len(closed.consts)
-
-    def function(*arrays: Any) -> list[Any]:
-        return evaluate(closed.jaxpr, arrays[:count], arrays[count:], bound, opens=())
-
-    types: list[Any] = [*map(jax.typeof, closed.consts), *closed.in_avals]
-    with default_types():
-        return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
 
 
 def _result(origin: Function, index: int) -> Value:

@@ -56,6 +56,14 @@ def opened_jaxpr(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[bool]
     return core.ClosedJaxpr(jaxpr, inlined.consts), is_read
 
 
+def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The jaxpr with its constants as its first inputs."""
+    jaxpr = closed.jaxpr
+    if not closed.consts:
+        return closed
+    return core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
+
+
 def read(values: dict[Any, Any], v: Any) -> Any:
     """The value of a variable or of a literal."""
     return v.val if isinstance(v, core.Literal) else values[v]
