@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from coda_jax.fusion.nested import Function
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.stated import relative_error
 from coda_jax.graph.values import is_float
 
 _BOUNDS = {1: 2e-1, 2: 5e-2, 4: 1e-3, 8: 1e-3}  # by an element's bytes
-
-Function = Callable[..., Sequence[Any]]
 
 
 def checked(name: str, fused: Function, plain: Function) -> Function:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.units import Units
 from coda_jax.graph.values import Value, is_float
-
-if TYPE_CHECKING:
-    from coda_jax.fusion.lift import Lift
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,34 +59,34 @@ class Deferred:
         return Deferred(rows=self.rows, powers=[-power for power in self.powers], factor=1 / self.factor)
 
 
-def deferred(x: Any, lift: Lift) -> Deferred | None:
+def deferred(x: Any, units: Units) -> Deferred | None:
     """The variable x (rows..., D) as r x s; None if it is no such product."""
-    count = lift.rows.of(x)
+    count = units.rows.of(x)
     if x.aval.ndim != count + 1 or not is_float(x.aval.dtype):
         return None
-    found = _Factors(lift, count, x.aval.shape[-1]).of(x)
+    found = _Factors(units, count, x.aval.shape[-1]).of(x)
     if found is None or found.base is None or found.base is x or not found.rows:
         return None
     each = zip(found.rows, found.powers, strict=True)
-    return found if all(_is_root(row, power, lift) for row, power in each) else None
+    return found if all(_is_root(row, power, units) for row, power in each) else None
 
 
 class _Factors:
     """The factors of variables (rows..., D)."""
 
-    def __init__(self, lift: Lift, count: int, width: Any):
-        self._lift, self._count, self._width = lift, count, width
+    def __init__(self, units: Units, count: int, width: Any):
+        self._units, self._count, self._width = units, count, width
 
     def of(self, x: Any) -> Deferred | None:
         if isinstance(x, core.Literal):
             return Deferred(factor=float(x.val)) if np.ndim(x.val) == 0 and is_float(np.result_type(x.val)) else None
-        lift = self._lift
-        x = lift._uncast(x)
-        if not lift.rows.of(x):
+        units = self._units
+        x = units.uncast(x)
+        if not units.rows.of(x):
             return self._column(x)
         if math.prod(x.aval.shape[self._count :]) == 1 and self._width != 1:
-            return Deferred(rows=[_row(x, lift)], powers=[1])
-        equation = lift.jaxpr.eqns[lift.makers[x]] if x in lift.makers and lift.kinds[lift.makers[x]] == "map" else None
+            return Deferred(rows=[_row(x, units)], powers=[1])
+        equation = units.maker(x, "map")
         name = "" if equation is None else equation.primitive.name
         if equation is not None and name == "broadcast_in_dim":
             return self._broadcast(equation)
@@ -102,7 +100,7 @@ class _Factors:
 
     def _broadcast(self, equation: Equation) -> Deferred | None:
         (x,), dimensions = equation.invars, equation.params["broadcast_dimensions"]
-        if isinstance(x, core.Literal) or self._lift.rows.of(x):
+        if isinstance(x, core.Literal) or self._units.rows.of(x):
             return self.of(x)
         is_last = tuple(dimensions[-1:]) == (equation.outvars[0].aval.ndim - 1,)
         return self._column(x) if is_last or not x.aval.ndim else None
@@ -114,20 +112,19 @@ class _Factors:
         return Deferred(columns=[x]) if is_column and is_float(x.aval.dtype) else None
 
 
-def _row(x: Any, lift: Lift) -> Any:
+def _row(x: Any, units: Units) -> Any:
     """The variable that a vector of rows is a copy of."""
-    while x in lift.makers and lift.kinds[lift.makers[x]] in ("map", "cast"):
-        equation = lift.jaxpr.eqns[lift.makers[x]]
+    while (equation := units.maker(x, "map", "cast")) is not None:
         if equation.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"):
             break
         (source,) = equation.invars
-        if isinstance(source, core.Literal) or lift.rows.of(source) != lift.rows.of(x):
+        if isinstance(source, core.Literal) or units.rows.of(source) != units.rows.of(x):
             break
         x = source
     return x
 
 
-def _is_root(x: Any, power: int, lift: Lift) -> bool:
+def _is_root(x: Any, power: int, units: Units) -> bool:
     """True for a reciprocal root of something of the row."""
-    maker = lift.jaxpr.eqns[lift.makers[x]].primitive.name if x in lift.makers else ""
+    maker = units.jaxpr.eqns[units.makers[x]].primitive.name if x in units.makers else ""
     return maker == ("rsqrt" if power > 0 else "sqrt")

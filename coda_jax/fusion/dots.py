@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,12 @@ class Dot:
     order_b: tuple[int, ...] | None = None
 
     @property
+    def matrix_a(self) -> tuple[Any, ...]:
+        """The shape of a's matrix."""
+        sizes = self.a.aval.shape
+        return math.prod(sizes[: self.rows_a]), math.prod(sizes[self.rows_a :])
+
+    @property
     def matrix_b(self) -> tuple[Any, ...]:
         """The shape of b's matrix."""
         sizes = self.b.aval.shape if self.order_b is None else [self.b.aval.shape[axis] for axis in self.order_b]
@@ -47,8 +53,17 @@ class Dot:
     @property
     def flops(self) -> int:
         """Multiplications and additions."""
-        rows, columns = self.a.aval.shape[: self.rows_a], self.a.aval.shape[self.rows_a :]
-        return 2 * math.prod(rows) * math.prod(columns) * self.matrix_b[0 if self.transpose_b else 1]
+        return 2 * math.prod(self.matrix_a) * self.matrix_b[0 if self.transpose_b else 1]
+
+
+def dots_in(jaxpr: core.Jaxpr) -> dict[int, Equation]:
+    """The dot_generals among the equations, by number."""
+    return {i: equation for i, equation in enumerate(jaxpr.eqns) if equation.primitive.name == "dot_general"}
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are no literals."""
+    return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
 def swaps_factors(transpose: Equation, dot: Equation) -> bool:

@@ -1,21 +1,11 @@
-"""A straight jaxpr as a graph: products of matrices, maps that treat rows alone, and calls for all the rest.
-
-a dot_general of two matrices, once the axes of rows are one, is a product
-equations that treat rows alone are maps: one for each array that something else reads, a sum that is finished for a
-whole row, or a value that two such arrays are made of
-all other equations are calls, as attention is: those that need nothing of each other's products are one
-casts between floats are no equations: a map sees float32, and a product rounds its factors
-"""
+"""A straight jaxpr as a graph: its units become values, each after those that it reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,26 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range, is_of_8_bits
+from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.defer import Deferred, deferred
-from coda_jax.fusion.dots import Dot, Equation
+from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
-from coda_jax.fusion.rows import REDUCTIONS, SHAPES, Rows, sums_rows
-from coda_jax.fusion.straight import at_line
+from coda_jax.fusion.units import CASTS, PVARY, Unit, Units
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import typed
 from coda_jax.graph.plan import has_rows
-from coda_jax.graph.values import Leaf, Product, Value, is_float, mapped
+from coda_jax.graph.values import Leaf, Product, Value, mapped
 from coda_jax.primitives.mesh_types import explicit_sharding
-
-_PVARY = frozenset({"pvary", "pcast"})  # over manual mesh axes a graph lets all its arguments vary alike
-_CASTS = frozenset({"convert_element_type", "copy"}) | _PVARY
-_COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +45,6 @@ class Lifted:
     products: Sequence[tuple[Equation, Product | str]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Unit:
-    """Results that are made together: a product's, a call's, or one value of a map."""
-
-    number: int
-    kind: str
-    equations: list[Equation]
-    results: list[Any]
-    inputs: list[Any]
-
-
 class Lift:
     """The work of `lifted`.
 
@@ -83,221 +57,23 @@ class Lift:
 
     def __init__(self, jaxpr: core.Jaxpr, nested: Nested, *, is_exact: bool, defers: bool):
         self.jaxpr, self.nested, self.is_exact = jaxpr, nested, is_exact
-        self.rows = Rows(jaxpr)
-        self.dtype = self._products_dtype()
+        self.units = Units(jaxpr, is_exact=is_exact)
+        self.rows, self.dtype = self.units.rows, self.units.dtype
         self.main = self.rows.main()
         self.merged = Merged(self.rows.counts, is_exact)
-        self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
-        self.kinds = [self._kind(i, equation) for i, equation in enumerate(jaxpr.eqns)]
-        self.readers = self._readers()
-        self._move_copies_to_calls()
         self.defers = defers and not is_exact and not has_narrow_range(self.dtype)
         self.values: dict[Any, Value] = {}
         self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
         self.products: dict[int, Product] = {}
+        self.arguments = {x: i for i, x in enumerate(jaxpr.invars)}
         self._deferred: dict[Any, Deferred | None] = {}
         self._tables: dict[Any, Value] = {}
         self._transposed: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
-        self._arguments = {x: i for i, x in enumerate(jaxpr.invars)}
-
-    # --- what each equation is
-
-    def _products_dtype(self) -> np.dtype[Any]:
-        """The dtype of the factors in which most operations are done."""
-        flops: dict[Any, int] = defaultdict(int)
-        for dot in self.rows.dots.values():
-            flops[dot.a.aval.dtype] += dot.flops
-        return max(flops, key=lambda dtype: flops[dtype], default=np.dtype(FLOAT32))
-
-    def _kind(self, number: int, equation: Equation) -> str:
-        """The kind of an equation: product, map, cast or call."""
-        if number in self.rows.dots:
-            dot = self.rows.dots[number]
-            is_copied = dot.order_b is not None and self.rows.of(dot.b)  # an activation that would be transposed
-            return "product" if dot.a.aval.dtype == self.dtype and not is_copied else "call"
-        if number in self.rows.absorbed:
-            return "absorbed"
-        if self._is_cast(equation):
-            return "cast"
-        counts = {self.rows.of(x) for x in equation.outvars}
-        if sums_rows(equation, self.rows.counts):
-            return "map"
-        if len(counts) == 1 and counts != {0} and self.rows.is_alone(equation, *counts):
-            return "map"
-        return "call"
-
-    def _is_cast(self, equation: Equation) -> bool:
-        """True for a cast between floats, which changes no value here; exactly, for one to more precision."""
-        if equation.primitive.name not in _CASTS or not _variables(equation.invars):
-            return False
-        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-        if before == after:
-            return True
-        rounds = before.itemsize > after.itemsize and (self.is_exact or is_of_8_bits(after))
-        return is_float(before) and is_float(after) and not rounds
-
-    def _readers(self) -> dict[Any, list[int]]:
-        """The equations that read a variable, by number; -1 for the results of all."""
-        readers: dict[Any, list[int]] = defaultdict(list)
-        for i, equation in enumerate(self.jaxpr.eqns):
-            for x in dict.fromkeys(_variables(equation.invars)):
-                readers[x].append(i)
-        for x in dict.fromkeys(_variables(self.jaxpr.outvars)):
-            readers[x].append(-1)
-        return readers
-
-    def _move_copies_to_calls(self) -> None:
-        """Leaves to the calls, where these alone read it, what is no less to read than what it is made of."""
-        equations: list[Equation] = self.jaxpr.eqns
-        for i, equation in reversed(list(enumerate(equations))):
-            kinds = {self._kind_of_reader(j) for x in equation.outvars for j in self.readers[x]}
-            if kinds == {"call"} and equation.primitive.name != "name" and self._is_no_less(i, equation):
-                self.kinds[i] = "call"
-
-    def _is_no_less(self, number: int, equation: Equation) -> bool:
-        """True for copies, squares, casts to more bytes, and what is computed in float32 beside products of 16 bits."""
-        if self.kinds[number] == "cast":
-            maker = self.makers.get(equation.invars[0], -1)
-            return _widens(equation) or (maker >= 0 and self.kinds[maker] == "call")
-        if self.kinds[number] != "map" or equation.primitive.name in REDUCTIONS:
-            return False
-        is_wide = all(x.aval.dtype.itemsize > self.dtype.itemsize for x in equation.outvars)
-        return is_wide or equation.primitive.name in _COPIES or _is_square(equation)
-
-    def _kind_of_reader(self, number: int) -> str:
-        return "result" if number < 0 else self.kinds[number]
-
-    # --- units and their order
-
-    def _anchors(self) -> dict[Any, set[Any]]:
-        """For each result of a map's equation the arrays in whose maps it is computed; its own where it is one."""
-        targets: dict[Any, set[Any]] = {}
-        is_cast_read: dict[Any, bool] = {}
-        for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
-            if self.kinds[i] not in ("map", "cast"):
-                continue
-            is_sum = equation.primitive.name in REDUCTIONS
-            for x in equation.outvars:
-                used: set[Any] = set()
-                is_read = is_sum
-                for j in self.readers[x]:
-                    if self._kind_of_reader(j) in ("map", "cast"):
-                        used |= set().union(*(targets[y] for y in self.jaxpr.eqns[j].outvars))
-                        is_read = is_read or any(is_cast_read.get(y, False) for y in self.jaxpr.eqns[j].outvars)
-                    else:
-                        is_read = True
-                if self.kinds[i] == "cast":
-                    targets[x], is_cast_read[x] = used, is_read
-                else:
-                    is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
-                    targets[x] = {x} if is_anchor else used
-        return targets
-
-    def _levels(self) -> dict[int, int]:
-        """For each call's equation how many calls come before it with a product or a map between; as late as it may."""
-        level: dict[Any, int] = {}
-        own: dict[int, int] = {}
-        for i, equation in enumerate(self.jaxpr.eqns):
-            is_call = self.kinds[i] == "call"
-            depth = 0
-            for x in _variables(equation.invars):
-                behind_call = x in self.makers and self.kinds[self.makers[x]] == "call"
-                depth = max(depth, level.get(x, 0) + (behind_call and not is_call))
-            level |= dict.fromkeys(equation.outvars, depth)
-            if is_call:
-                own[i] = depth
-        for i in reversed(own):
-            readers = [j for x in self.jaxpr.eqns[i].outvars for j in self.readers[x]]
-            if readers and all(self._kind_of_reader(j) == "call" for j in readers):
-                own[i] = min(own[j] for j in readers)
-        return own
-
-    def _calls(self) -> list[list[int]]:
-        """The equations of each call: those of a level that read each other's results."""
-        levels, group = self._levels(), {}
-        for i in levels:
-            group[i] = {i}
-        for i in levels:
-            for x in self.jaxpr.eqns[i].outvars:
-                for j in self.readers[x]:
-                    if j in levels and levels[j] == levels[i] and group[j] is not group[i]:
-                        merged = group[i] | group[j]
-                        group |= dict.fromkeys(merged, merged)
-        return [sorted(one) for one in {id(one): one for one in group.values()}.values()]
-
-    def _units(self) -> list[_Unit]:
-        """All units, each after those whose results it reads."""
-        targets, units = self._anchors(), []
-        for i, equation in enumerate(self.jaxpr.eqns):
-            if self.kinds[i] == "product":
-                units.append(_Unit(i, "product", [equation], [self.rows.results[i]], _variables(equation.invars)))
-            elif self.kinds[i] == "map":
-                for x in (x for x in equation.outvars if x in targets[x]):
-                    equations, inputs = self._inlined(x, targets)
-                    units.append(_Unit(i, "map", equations, [x], inputs))
-        for numbers in self._calls():
-            equations = [self.jaxpr.eqns[i] for i in numbers]
-            made = {x for equation in equations for x in equation.outvars}
-            inputs = list(dict.fromkeys(x for e in equations for x in _variables(e.invars) if x not in made))
-            results = [x for x in made if any(j not in numbers for j in self.readers[x])]
-            results.sort(key=lambda x: self.makers[x])
-            units.append(_Unit(numbers[0], "call", equations, results, inputs))
-        return self._in_order(units)
-
-    def _inlined(self, result: Any, targets: dict[Any, set[Any]]) -> tuple[list[Equation], list[Any]]:
-        """The equations that compute one value of a map, and the variables that these read of others."""
-        equations: set[int] = set()
-        inputs: dict[Any, None] = {}
-        open_ = [result]
-        while open_:
-            x = open_.pop()
-            i = self.makers.get(x, -1)
-            is_inlined = i >= 0 and self.kinds[i] == "map" and (x is result or x not in targets[x])
-            if i >= 0 and self.kinds[i] == "cast":
-                open_ += _variables(self.jaxpr.eqns[i].invars)
-                equations.add(i)
-            elif not is_inlined:
-                inputs[x] = None
-            elif i not in equations:
-                equations.add(i)
-                open_ += _variables(self.jaxpr.eqns[i].invars)
-        return [self.jaxpr.eqns[i] for i in sorted(equations)], sorted(inputs, key=lambda x: self.makers.get(x, -1))
-
-    def _in_order(self, units: Sequence[_Unit]) -> list[_Unit]:
-        """The units, each after those whose results it reads, otherwise as their first equations come."""
-        maker = {x: unit for unit in units for x in unit.results}
-        waits: dict[_Unit, int] = {}
-        users: dict[_Unit, list[_Unit]] = defaultdict(list)
-        for unit in units:
-            needed = {maker[y] for x in unit.inputs for y in [self._uncast(x)] if y in maker} - {unit}
-            waits[unit] = len(needed)
-            for other in needed:
-                users[other].append(unit)
-        ready = [(unit.number, i, unit) for i, unit in enumerate(units) if not waits[unit]]
-        heapq.heapify(ready)
-        order, counter = [], itertools.count(len(units))
-        while ready:
-            *_, unit = heapq.heappop(ready)
-            order.append(unit)
-            for user in users[unit]:
-                waits[user] -= 1
-                if not waits[user]:
-                    heapq.heappush(ready, (user.number, next(counter), user))
-        assert len(order) == len(units), "units that wait for each other"
-        return order
-
-    def _uncast(self, x: Any) -> Any:
-        """The variable that a cast is of."""
-        while not isinstance(x, core.Literal) and x in self.makers and self.kinds[self.makers[x]] == "cast":
-            x = self.jaxpr.eqns[self.makers[x]].invars[0]
-        return x
-
-    # --- values
 
     def run(self) -> list[Value]:
         """The values of the results."""
-        for unit in self._units():
+        for unit in self.units.in_order():
             {"product": self._product, "map": self._map, "call": self._call}[unit.kind](unit)
         return [self.value(x) for x in self.jaxpr.outvars]
 
@@ -305,10 +81,10 @@ class Lift:
         """The value of a variable, in its own shape."""
         if isinstance(x, core.Literal):
             return self._constant(x)
-        x = self._uncast(x)
+        x = self.units.uncast(x)
         if x in self.values:
             return self.values[x]
-        assert x in self._arguments, f"{x} is not made yet"
+        assert x in self.arguments, f"{x} is not made yet"
         return self._leaf(x, self.shape(x))
 
     def shape(self, x: Any) -> tuple[Any, ...]:
@@ -347,18 +123,18 @@ class Lift:
 
     def _viewed(self, x: Any, shape: tuple[Any, ...]) -> Value:
         """The value of a variable in another shape of as many elements."""
-        x = self._uncast(x)
-        value = self._leaf(x, shape) if x in self._arguments else self.value(x)
+        x = self.units.uncast(x)
+        value = self._leaf(x, shape) if x in self.arguments else self.value(x)
         if same_shape(value.shape, shape):
             return value
         reshaped: Value = mapped(lambda array: jnp.reshape(array, shape), value, derived="reshape")
         return reshaped
 
-    def _product(self, unit: _Unit) -> None:
+    def _product(self, unit: Unit) -> None:
         dot, (out,) = self.rows.dots[unit.number], unit.results
         norm, b = self._deferred_factor(dot), self._second_factor(dot)
         if norm is None:
-            a = self._viewed(dot.a, _matrix(dot.a, dot.rows_a))
+            a = self._viewed(dot.a, dot.matrix_a)
         else:
             a, b = self._computed(norm.base), self._scaled(norm, b, transpose_b=dot.transpose_b)
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
@@ -382,11 +158,11 @@ class Lift:
 
     def _deferred_factor(self, dot: Dot) -> Deferred | None:
         """The norm that the first factor is, if products alone read it."""
-        a = self._uncast(dot.a)
+        a = self.units.uncast(dot.a)
         if not self.defers or dot.transpose_a or self.rows.of(a) != dot.rows_a:
             return None
         if a not in self._deferred:
-            found = deferred(a, self) if self._is_factor_alone(a) else None
+            found = deferred(a, self.units) if self._is_factor_alone(a) else None
             self._deferred[a] = found
         return self._deferred[a]
 
@@ -395,8 +171,8 @@ class Lift:
         open_ = [a]
         while open_:
             x = open_.pop()
-            for j in self.readers[x]:
-                kind = self._kind_of_reader(j)
+            for j in self.units.readers[x]:
+                kind = self.units.kind_of_reader(j)
                 if kind == "cast":
                     open_ += self.jaxpr.eqns[j].outvars
                 elif kind != "product" or self.rows.dots[j].a is not x or self.rows.dots[j].transpose_a:
@@ -407,7 +183,7 @@ class Lift:
         """The second factor as a matrix; a weight that is summed over axes in its middle is transposed first."""
         if dot.order_b is None:
             return self._viewed(dot.b, dot.matrix_b)
-        b = self._uncast(dot.b)
+        b = self.units.uncast(dot.b)
         key = b, dot.order_b
         if key not in self._transposed:
 
@@ -441,17 +217,12 @@ class Lift:
 
     def _computed(self, x: Any) -> Value:
         """The value of a variable of a map, which may be computed inside of others."""
-        x = self._uncast(x)
-        if x not in self.values and x not in self._arguments:
-            equations, inputs = self._inlined(x, self._targets)
-            self.values[x] = self._mapped(equations, inputs, x)
+        x = self.units.uncast(x)
+        if x not in self.values and x not in self.arguments:
+            self.values[x] = self._mapped(*self.units.inlined(x), x)
         return self.value(x)
 
-    @functools.cached_property
-    def _targets(self) -> dict[Any, set[Any]]:
-        return self._anchors()
-
-    def _map(self, unit: _Unit) -> None:
+    def _map(self, unit: Unit) -> None:
         (result,) = unit.results
         if self._is_of_no_use(result):
             return
@@ -462,7 +233,7 @@ class Lift:
 
     def _is_of_no_use(self, x: Any) -> bool:
         """True for a factor of products that read the norm deferred."""
-        readers = [j for j in self.readers[x] if self._kind_of_reader(j) == "product"]
+        readers = [j for j in self.units.readers[x] if self.units.kind_of_reader(j) == "product"]
         return (
             bool(readers)
             and all(self._deferred_factor(self.rows.dots[j]) for j in readers)
@@ -475,7 +246,7 @@ class Lift:
         first = next((x for x in inputs if self.rows.of(x)), result)
         sizes, count = first.aval.shape[: self.rows.of(first)], self.rows.of(first)
         rows = math.prod(sizes)
-        tables = [count if self._is_table(x, equations, count) else 0 for x in inputs]
+        tables = [count if self._is_read_as_table(x, equations, count) else 0 for x in inputs]
         values = [self._repeated(x, sizes) if flag else self.value(x) for x, flag in zip(inputs, tables, strict=True)]
 
         def function(*arrays: jax.Array) -> jax.Array:
@@ -494,17 +265,17 @@ class Lift:
         value.name = names[0] if names else value.name
         return value
 
-    def _is_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:
+    def _is_read_as_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:
         """True for an input that elementwise operations read beside rows, and that differs along some of their axes."""
         if not self.merged.is_table(x, count):
             return False
         same = {x}
         for equation in equations:
-            if not same.isdisjoint(_variables(equation.invars)):
+            if not same.isdisjoint(variables(equation.invars)):
                 (out,) = equation.outvars[:1]
                 if self.rows.of(out) and out.aval.ndim == x.aval.ndim:
                     return True
-                if equation.primitive.name in _CASTS:
+                if equation.primitive.name in CASTS:
                     same.add(out)
         return False
 
@@ -528,9 +299,9 @@ class Lift:
         """True for float32 values that a call or the caller reads, where products are of another dtype."""
         if x.aval.dtype != np.dtype(FLOAT32) or self.dtype == np.dtype(FLOAT32):
             return False
-        return any(self._kind_of_reader(j) in ("call", "result") for j in self.readers[x])
+        return any(self.units.kind_of_reader(j) in ("call", "result") for j in self.units.readers[x])
 
-    def _call(self, unit: _Unit) -> None:
+    def _call(self, unit: Unit) -> None:
         equations, inputs, results, nested = unit.equations, unit.inputs, unit.results, self.nested
 
         def function(*arrays: jax.Array) -> list[jax.Array]:
@@ -540,8 +311,8 @@ class Lift:
             }
             for equation in equations:
                 read = [x.val if isinstance(x, core.Literal) else known[x] for x in equation.invars]
-                is_pvary = equation.primitive.name in _PVARY
-                made = list(map(jnp.asarray, read)) if is_pvary else at_line(equation, nested, equation, read)
+                is_pvary = equation.primitive.name in PVARY
+                made = list(map(jnp.asarray, read)) if is_pvary else nested(equation, read)
                 known.update(zip(equation.outvars, made, strict=True))
             return [data_of(known[x]) for x in results]
 
@@ -570,10 +341,9 @@ def lifted(
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
     leaves = list(lift.leaves.values())
     graph = Graph(name, leaves, outputs, lift.dtype, dtypes, lift.axes_of_rows, implementation, keeps_joins=False)
-    sources = [lift._arguments[x] for x, _ in lift.leaves]
-    dots = {i: x for i, x in enumerate(closed.jaxpr.eqns) if x.primitive.name == "dot_general"}
+    sources = [lift.arguments[x] for x, _ in lift.leaves]
     reasons = {i: _reason(dot, lift.dtype) for i, dot in lift.rows.dots.items()} | lift.rows.reasons
-    products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in dots.items()]
+    products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in dots_in(closed.jaxpr).items()]
     return Lifted(graph, sources, products)
 
 
@@ -588,25 +358,6 @@ def _asked_spec(dot: Equation, result: Any) -> jax.P | None:
     """The sharding of a product over explicit mesh axes, if its equation says it, as it must where it sums over one."""
     sharding = None if dot.params.get("out_sharding") is None else explicit_sharding(result.aval)
     return None if sharding is None else sharding.spec
-
-
-def _widens(cast: Equation) -> bool:
-    return bool(cast.invars[0].aval.dtype.itemsize < cast.outvars[0].aval.dtype.itemsize)
-
-
-def _is_square(equation: Equation) -> bool:
-    inputs = equation.invars
-    is_product = equation.primitive.name == "mul" and inputs[0] is inputs[1]
-    return is_product or equation.primitive.name in ("square", "integer_pow")
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [x for x in atoms if not isinstance(x, core.Literal)]
-
-
-def _matrix(x: Any, rows: int) -> tuple[Any, ...]:
-    """The shape of a variable with its first axes as one, and the others as one."""
-    return math.prod(x.aval.shape[:rows]), math.prod(x.aval.shape[rows:])
 
 
 def _type(x: Any) -> jax.ShapeDtypeStruct:

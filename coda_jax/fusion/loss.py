@@ -20,14 +20,15 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.fusion.dots import Dot, Equation, dot_of
+from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
 from coda_jax.fusion.straight import at_line
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.operators import linear_cross_entropy, token_logprobs
 
-LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
+_Found = tuple[Any, int, Any, float | None]  # the first fields of a `_Site` that equations behind the product say
+_LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
 _VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"})
 _OUTSIDE = {"FILL_OR_DROP": jnp.nan, "CLIP": None, "PROMISE_IN_BOUNDS": None}  # of the vocabulary, by a gather's mode
 
@@ -50,9 +51,9 @@ class _Site:
     result: Any
     sign: int
     dot: Dot
+    product: Equation
     labels: Any
     outside: float | None
-    product: Equation = None
     factors: tuple[Any, ...] | None = None
     masks: tuple[tuple[Any, bool], ...] = ()
 
@@ -75,14 +76,10 @@ def with_losses(closed: core.ClosedJaxpr, *, sums: bool) -> tuple[core.ClosedJax
     sites = list(_Sites(closed.jaxpr, sums).found())
     while sites:
         changed = _replaced(closed, {site.result: site for site in sites})
-        if _dots(changed) == _dots(closed) - len(sites):
+        if len(dots_in(changed.jaxpr)) == len(dots_in(closed.jaxpr)) - len(sites):
             return changed, [(site.product, site.operator) for site in sites]
         sites.pop()  # something else reads its logits, or those of another
     return closed, []
-
-
-def _dots(closed: core.ClosedJaxpr) -> int:
-    return sum(equation.primitive.name == "dot_general" for equation in closed.jaxpr.eqns)
 
 
 def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJaxpr:
@@ -152,29 +149,28 @@ class _Sites:
     """The losses of a jaxpr."""
 
     def __init__(self, jaxpr: core.Jaxpr, sums: bool):
-        self._equations: Sequence[Equation] = jaxpr.eqns
-        self._sums = sums
-        self._makers = {x: equation for equation in self._equations for x in equation.outvars}
+        equations: Sequence[Equation] = jaxpr.eqns
+        self._jaxpr, self._sums = jaxpr, sums
+        self._makers = {x: equation for equation in equations for x in equation.outvars}
         self._readers: dict[Any, list[Equation]] = {}
-        for equation in self._equations:
-            for x in equation.invars:
-                if not isinstance(x, core.Literal):
-                    self._readers.setdefault(x, []).append(equation)
+        for equation in equations:
+            for x in variables(equation.invars):
+                self._readers.setdefault(x, []).append(equation)
 
     def found(self) -> Iterator[_Site]:
-        for equation in self._equations:
-            dot = dot_of(equation) if equation.primitive.name == "dot_general" else ""
+        for equation in dots_in(self._jaxpr).values():
+            dot = dot_of(equation)
             if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None:
                 continue
             (z,) = equation.outvars
-            if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= LEAST_VOCABULARY:
-                for site in self._of(z):
-                    site = dataclasses.replace(site, dot=dot, product=equation)
+            if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
+                for result, sign, labels, outside in self._of(z):
+                    site = _Site(result, sign, dot, equation, labels, outside)
                     tokens, width = z.aval.size // z.aval.shape[-1], dot.a.aval.size * z.aval.shape[-1] // z.aval.size
                     is_less = isinstance(tokens, int) and tokens >= width  # dw than logits; False for a symbolic size
                     yield self._summed(site) if self._sums and is_less else site
 
-    def _of(self, z: Any) -> Iterator[_Site]:
+    def _of(self, z: Any) -> Iterator[_Found]:
         """The losses of these logits."""
         logits = self._casts(z)
         for difference in self._read_by(logits, "sub"):
@@ -235,9 +231,9 @@ class _Sites:
                     open_.append(equation.outvars[0])
         return found
 
-    def _read_by(self, variables: set[Any], *names: str) -> list[Equation]:
+    def _read_by(self, arrays: set[Any], *names: str) -> list[Equation]:
         """The equations of these names that read one of the variables, each once."""
-        read_by = {id(e): e for x in variables for e in self._readers.get(x, []) if e.primitive.name in names}
+        read_by = {id(e): e for x in arrays for e in self._readers.get(x, []) if e.primitive.name in names}
         return list(read_by.values())
 
     def _views(self, x: Any) -> set[Any]:
@@ -266,14 +262,14 @@ class _Sites:
         for logarithm in self._read_by(positive, "log"):
             yield self._views(logarithm.outvars[0])
 
-    def _of_log_softmax(self, shifted: Any, logarithm: set[Any]) -> Iterator[_Site]:
+    def _of_log_softmax(self, shifted: Any, logarithm: set[Any]) -> Iterator[_Found]:
         """shifted - logarithm, picked at the labels."""
         for difference in self._read_by({shifted}, "sub"):
             if difference.invars[0] is shifted and difference.invars[1] in logarithm:
                 for picked, labels, outside in self._picked(set(difference.outvars)):
-                    yield _Site(picked, 1, None, labels, outside)  # type: ignore[arg-type]  # the caller knows it
+                    yield picked, 1, labels, outside
 
-    def _of_log_sum_exp(self, logits: set[Any], shift: Any, logarithm: set[Any]) -> Iterator[_Site]:
+    def _of_log_sum_exp(self, logits: set[Any], shift: Any, logarithm: set[Any]) -> Iterator[_Found]:
         """logarithm + shift - the logits picked at the labels, or its negative."""
         totals: set[Any] = set()
         for total in self._read_by(logarithm, "add"):
@@ -285,7 +281,7 @@ class _Sites:
                 left, right = difference.invars
                 if (left in totals and right in views) or (left in views and right in totals):
                     sign = -1 if left in totals else 1
-                    yield _Site(difference.outvars[0], sign, None, labels, outside)  # type: ignore[arg-type]
+                    yield difference.outvars[0], sign, labels, outside
 
     def _root(self, x: Any) -> tuple[Any, bool]:
         """The variable that one is a view of, and whether its gradient is stopped, as of JAX's largest logit."""
@@ -323,8 +319,7 @@ class _Sites:
         if maker.primitive.name != "eq":
             return None
         counts = [y for y in maker.invars if self._counts_along_last(y, x.aval.ndim)]
-        variables: list[Any] = [y for y in maker.invars if not isinstance(y, core.Literal)]
-        labels = [y for y in variables if y.aval.shape[-1:] == (1,)]
+        labels = [y for y in variables(maker.invars) if y.aval.shape[-1:] == (1,)]
         same_rows = labels and labels[0].aval.shape[:-1] == x.aval.shape[:-1]
         return labels[0] if len(counts) == 1 and same_rows else None
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
-from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.dots import Equation, variables
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
@@ -43,7 +43,7 @@ class Merged:
     def results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[jax.Array]:
         """The results of an equation, with one axis of all rows, or of size 1 where all rows are the same."""
         name, params = equation.primitive.name, equation.params
-        count = max(self.counts.get(x, 0) for x in (*equation.outvars, *_variables(equation)))
+        count = max(self.counts.get(x, 0) for x in (*equation.outvars, *variables(equation.invars)))
         if name == "custom_jvp_call":
             return self._custom(equation, self._beside(equation, inputs, count))
         if name in ELEMENTWISE or name == "name":
@@ -67,7 +67,7 @@ class Merged:
             return [_REDUCE[name](x, axis=tuple(axes))]
         if name == "slice":
             starts, limits = params["start_indices"][count:], params["limit_indices"][count:]
-            strides = (params["strides"] or (1,) * x.ndim)[count:] if params["strides"] else (1,) * len(starts)
+            strides = params["strides"][count:] if params["strides"] else (1,) * len(starts)
             return [lax.slice(x, (0, *starts), (x.shape[0], *limits), (1, *strides))]
         if name == "split":
             return list(lax.split(x, params["sizes"], axis=params["axis"] - count + 1))
@@ -104,8 +104,10 @@ class Merged:
 
     def _beside(self, equation: Equation, inputs: Sequence[Any], count: int) -> list[Any]:
         """The arguments of an elementwise operation, each with one axis of rows or of no axes."""
-        arrays: list[Any] = [] if count else list(inputs)
-        for x, array in zip(equation.invars, inputs, strict=True) if count else ():
+        if not count:
+            return list(inputs)
+        arrays: list[Any] = []
+        for x, array in zip(equation.invars, inputs, strict=True):
             is_alike = isinstance(x, core.Literal) or not (self.counts.get(x) or self.is_table(x, count))
             arrays.append(array.reshape(1, *array.shape[count:]) if is_alike and array.ndim else array)
         return arrays
@@ -127,7 +129,7 @@ class Merged:
 
     def _broadcast(self, equation: Equation, x: jax.Array, count: int) -> jax.Array:
         rest, dimensions = equation.outvars[0].aval.shape[count:], equation.params["broadcast_dimensions"]
-        if self.counts.get(equation.invars[0]) if not isinstance(equation.invars[0], core.Literal) else 0:
+        if any(self.counts.get(x) for x in variables(equation.invars)):
             axes = [0, *(axis - count + 1 for axis in dimensions[count:])]
             return lax.broadcast_in_dim(x, (x.shape[0], *rest), axes)
         kept = [i for i, axis in enumerate(dimensions) if axis >= count]
@@ -179,7 +181,3 @@ class Merged:
             return self._elementwise(equation, arrays)
 
         return lambda *arrays: evaluate(closed.jaxpr, closed.consts, arrays, apply, CALLS | CUSTOM_DERIVATIVES)
-
-
-def _variables(equation: Equation) -> list[Any]:
-    return [x for x in equation.invars if not isinstance(x, core.Literal)]

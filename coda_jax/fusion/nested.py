@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.straight import CHECKPOINTS
+from coda_jax.fusion.straight import CHECKPOINTS, at_line
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
@@ -33,6 +33,11 @@ class Nested:
         self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
 
     def __call__(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation, at its line."""
+        results: Sequence[Any] = at_line(equation, self._results, equation, inputs)
+        return results
+
+    def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         run = _RULES.get(equation.primitive.name)
         if run is None or not any(map(has_products, inner_jaxprs(equation))):
             return bind(equation.primitive, inputs, equation.params)
@@ -81,14 +86,15 @@ def _cond(fused: Callable[..., Function], equation: Equation, inputs: Sequence[A
 
 def _while(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_end = params["cond_nconsts"]
+    body_end = cond_end + params["body_nconsts"]
     cond = core.jaxpr_as_fun(core.ClosedJaxpr(*opened(params["cond_jaxpr"])))
     body = fused(params["body_jaxpr"], "while")
-    cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
+    cond_consts, body_consts = inputs[:cond_end], inputs[cond_end:body_end]
     results: Sequence[Any] = lax.while_loop(
         lambda state: cond(*cond_consts, *state)[0],
         lambda state: list(body(*body_consts, *state)),
-        list(inputs[of_cond + of_body :]),
+        list(inputs[body_end:]),
     )
     return results
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -12,21 +13,19 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
-from coda_jax.fusion.dots import Dot, Equation, dot_of
+from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
 from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
-from coda_jax.fusion.nested import Nested, has_products
-from coda_jax.fusion.straight import at_line, line_of, straight
+from coda_jax.fusion.nested import Function, Nested, has_products
+from coda_jax.fusion.straight import line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
-from coda_jax.jaxprs.evaluate import evaluate, read, without_constants
+from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
-
-Function = Callable[..., Sequence[Any]]
 _SLACK_PERCENT, _VECTORS = 1, 2**16  # a graph keeps a norm's statistics, some bytes a row, which JAX may compute again
 
 
@@ -67,14 +66,10 @@ class Piece:
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         if self.lifted is None:
-            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, arrays, self._apply, opens=())
+            return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, arrays, self.nested, opens=())
         given = (_as_array(arrays[i], self.jaxpr.in_avals[i]) for i in self.lifted.sources)
         outputs = self.lifted.graph(*map(data_of, given))
         return [_as_result(x, aval) for x, aval in zip(outputs, self.jaxpr.out_avals, strict=True)]
-
-    def _apply(self, equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-        results: Sequence[Any] = at_line(equation, self.nested, equation, inputs)
-        return results
 
 
 class Pieces:
@@ -118,7 +113,7 @@ class Pieces:
 
     def _lifted(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
-        is_derivative = any(isinstance(x := dot_of(e), Dot) and x.transpose_a for e in _dots(flat.jaxpr))
+        is_derivative = any(isinstance(x := dot_of(e), Dot) and x.transpose_a for e in dots_in(flat.jaxpr).values())
         has_most = self.options.memory == "same" and not is_derivative  # nobody differentiates it again
         most = kept_by_jax(flat, arrays) if has_most else float("inf")
         reason, before = "", len(self.made)
@@ -157,32 +152,27 @@ class _Segments:
     def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces):
         self._jaxpr, self._nested = flat.jaxpr, Nested(pieces.function)
         self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
-        groups: list[list[Equation]] = [[]]
-        for equation in flat.jaxpr.eqns:
-            groups += [[equation], []] if equation.effects else []
-            if not equation.effects:
-                groups[-1].append(equation)
-        for i, group in enumerate(groups):
-            if i % 2:
-                self._parts.append(group[0])
-            elif group:
-                later = [x for other in groups[i + 1 :] for e in other for x in e.invars] + list(flat.jaxpr.outvars)
+        equations: list[Equation] = flat.jaxpr.eqns
+        groups = itertools.groupby(enumerate(equations, 1), lambda numbered: bool(numbered[1].effects))
+        for has_effects, numbered in groups:
+            ends, group = zip(*numbered, strict=True)
+            if has_effects:
+                self._parts += group
+            else:
+                later = [x for e in equations[ends[-1] :] for x in e.invars] + list(flat.jaxpr.outvars)
                 self._parts.append(self._segment(group, later, name, pieces))
 
     def _segment(
         self, group: Sequence[Equation], later: Sequence[Any], name: str, pieces: Pieces
     ) -> tuple[Function, list[Any], list[Any]]:
         made = {x for equation in group for x in equation.outvars}
-        read_later = {x for x in later if not isinstance(x, core.Literal)}
-        inputs = list(dict.fromkeys(x for e in group for x in e.invars if not isinstance(x, core.Literal)))
-        inputs = [x for x in inputs if x not in made]
+        read_later = set(variables(later))
+        inputs = [x for x in dict.fromkeys(x for e in group for x in variables(e.invars)) if x not in made]
         results = [x for equation in group for x in equation.outvars if x in read_later]
 
         def segment(*arrays: Any) -> list[Any]:
             values = dict(zip(inputs, arrays, strict=True))
-            for equation in group:
-                given = [read(values, x) for x in equation.invars]
-                values.update(zip(equation.outvars, at_line(equation, self._nested, equation, given), strict=True))
+            run(group, values, self._nested, opens=())
             return [values[x] for x in results]
 
         known: list[tuple[Function, Sequence[Any]]] = []  # none before the first call, whose types are those of all
@@ -203,18 +193,14 @@ class _Segments:
                 function, inputs, results = part
                 known.update(zip(results, function(*(known[x] for x in inputs)), strict=True))
             else:
-                given = [read(known, x) for x in part.invars]
-                known.update(zip(part.outvars, at_line(part, self._nested, part, given), strict=True))
+                run([part], known, self._nested, opens=())
         return [read(known, x) for x in self._jaxpr.outvars]
-
-
-def _dots(jaxpr: core.Jaxpr) -> list[Equation]:
-    return [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
 
 
 def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     """Why a piece is not fused; empty if it is."""
-    if any(same_size(size, 0) for e in _dots(jaxpr) for x in (*e.invars, *e.outvars) for size in x.aval.shape):
+    multiplied = [x for e in dots_in(jaxpr).values() for x in (*e.invars, *e.outvars)]
+    if any(same_size(size, 0) for x in multiplied for size in x.aval.shape):
         return "a product of it is empty"
     if varying_axes(*arrays):
         results: list[Any] = [x.aval for x in jaxpr.outvars]

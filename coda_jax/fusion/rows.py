@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
-from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, swaps_factors
+from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.calls import callee, opened
 
@@ -75,8 +75,8 @@ class Rows:
         (count,) = counts
         if self.is_alone(equation, count):
             rows = rows_of(equation, count, self.counts)
-            for x in equation.invars:
-                if not isinstance(x, core.Literal) and _carries(equation, x, rows):
+            for x in variables(equation.invars):
+                if _carries(equation, x, rows):
                     self.counts.setdefault(x, count)
             for x in equation.outvars:
                 self.counts.setdefault(x, count)
@@ -110,13 +110,10 @@ def _results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:
     """The result of each dot_general, by number, and the numbers of the transposes that are part of one."""
     readers: dict[Any, list[int]] = {}
     for i, equation in enumerate(jaxpr.eqns):
-        for x in equation.invars:
-            if not isinstance(x, core.Literal):
-                readers.setdefault(x, []).append(i)
+        for x in variables(equation.invars):
+            readers.setdefault(x, []).append(i)
     returned, results, absorbed = set(map(id, jaxpr.outvars)), {}, set()
-    for i, equation in enumerate(jaxpr.eqns):
-        if equation.primitive.name != "dot_general":
-            continue
+    for i, equation in dots_in(jaxpr).items():
         (results[i],) = equation.outvars
         users = readers.get(results[i], [])
         if len(users) == 1 and id(results[i]) not in returned and jaxpr.eqns[users[0]].primitive.name == "transpose":
@@ -129,8 +126,7 @@ def _results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:
 
 def rows_of(equation: Equation, count: int, counts: Mapping[Any, int]) -> tuple[int, ...] | None:
     """The sizes of the rows that an equation's variables have; None if no variable has as many axes."""
-    variables: list[Any] = [x for x in (*equation.outvars, *equation.invars) if not isinstance(x, core.Literal)]
-    known = [x for x in variables if counts.get(x) == count]
+    known = [x for x in variables((*equation.outvars, *equation.invars)) if counts.get(x) == count]
     return next((tuple(x.aval.shape[:count]) for x in known), None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coda_jax.fusion.dots import dots_in
 from coda_jax.fusion.fuse import Fused, fuse
 from coda_jax.fusion.pieces import Piece
 from coda_jax.fusion.straight import line_of
@@ -116,7 +117,7 @@ def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 def _products(piece: Piece) -> list[FusedProduct]:
     found = [FusedProduct(piece.name, line_of(x), _types(x), (operator,), "") for x, operator in piece.losses]
     if piece.lifted is None:
-        dots = [equation for equation in piece.jaxpr.jaxpr.eqns if equation.primitive.name == "dot_general"]
+        dots = dots_in(piece.jaxpr.jaxpr).values()
         return [*found, *(FusedProduct(piece.name, line_of(x), _types(x), (), piece.reason) for x in dots)]
     plan = piece.lifted.graph.plan
     steps = {step.product: i for i, step in enumerate(plan.steps)}

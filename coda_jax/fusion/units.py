@@ -1,0 +1,272 @@
+"""The units of a straight jaxpr, which become values of a graph: products, maps that treat rows alone, and calls.
+
+a dot_general of two matrices, once the axes of rows are one, is a product
+equations that treat rows alone are maps: one for each array that something else reads, a sum that is finished for a
+whole row, or a value that two such arrays are made of
+all other equations are calls, as attention is: those that need nothing of each other's products are one
+casts between floats are no equations: a map sees float32, and a product rounds its factors
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
+from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.rows import REDUCTIONS, SHAPES, Rows, sums_rows
+from coda_jax.graph.values import is_float
+
+PVARY = frozenset({"pvary", "pcast"})  # over manual mesh axes a graph lets all its arguments vary alike
+CASTS = frozenset({"convert_element_type", "copy"}) | PVARY
+_COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """Results that are made together: a product's, a call's, or one value of a map."""
+
+    number: int
+    kind: str
+    equations: list[Equation]
+    results: list[Any]
+    inputs: list[Any]
+
+
+class Units:
+    """The equations of a jaxpr, by kind, and who makes and reads its variables.
+
+    Args:
+      jaxpr: a straight one.
+      is_exact: whether casts to fewer bits round, and so are equations.
+
+    Attributes:
+      rows: of its variables.
+      dtype: of the products' factors.
+      kinds: of the equations: "product", "map", "cast", "call", or "absorbed" by a product.
+      makers: the number of the equation that a variable is a result of.
+      readers: the numbers of the equations that read a variable; -1 for the results of all.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr, *, is_exact: bool):
+        self.jaxpr, self._is_exact = jaxpr, is_exact
+        self.rows = Rows(jaxpr)
+        self.dtype = self._products_dtype()
+        self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
+        self.kinds = [self._kind(i, equation) for i, equation in enumerate(jaxpr.eqns)]
+        self.readers = self._readers()
+        self._move_copies_to_calls()
+
+    def _products_dtype(self) -> np.dtype[Any]:
+        """The dtype of the factors in which most operations are done."""
+        flops: dict[Any, int] = defaultdict(int)
+        for dot in self.rows.dots.values():
+            flops[dot.a.aval.dtype] += dot.flops
+        return max(flops, key=lambda dtype: flops[dtype], default=np.dtype(FLOAT32))
+
+    def _kind(self, number: int, equation: Equation) -> str:
+        """The kind of an equation: product, map, cast or call."""
+        if number in self.rows.dots:
+            dot = self.rows.dots[number]
+            is_copied = dot.order_b is not None and self.rows.of(dot.b)  # an activation that would be transposed
+            return "product" if dot.a.aval.dtype == self.dtype and not is_copied else "call"
+        if number in self.rows.absorbed:
+            return "absorbed"
+        if self._is_cast(equation):
+            return "cast"
+        counts = {self.rows.of(x) for x in equation.outvars}
+        if sums_rows(equation, self.rows.counts):
+            return "map"
+        if len(counts) == 1 and counts != {0} and self.rows.is_alone(equation, *counts):
+            return "map"
+        return "call"
+
+    def _is_cast(self, equation: Equation) -> bool:
+        """True for a cast between floats, which changes no value here; exactly, for one to more precision."""
+        if equation.primitive.name not in CASTS or not variables(equation.invars):
+            return False
+        before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        if before == after:
+            return True
+        rounds = before.itemsize > after.itemsize and (self._is_exact or is_of_8_bits(after))
+        return is_float(before) and is_float(after) and not rounds
+
+    def _readers(self) -> dict[Any, list[int]]:
+        """The equations that read a variable, by number; -1 for the results of all."""
+        readers: dict[Any, list[int]] = defaultdict(list)
+        for i, equation in enumerate(self.jaxpr.eqns):
+            for x in dict.fromkeys(variables(equation.invars)):
+                readers[x].append(i)
+        for x in dict.fromkeys(variables(self.jaxpr.outvars)):
+            readers[x].append(-1)
+        return readers
+
+    def _move_copies_to_calls(self) -> None:
+        """Leaves to the calls, where these alone read it, what is no less to read than what it is made of."""
+        equations: list[Equation] = self.jaxpr.eqns
+        for i, equation in reversed(list(enumerate(equations))):
+            kinds = {self.kind_of_reader(j) for x in equation.outvars for j in self.readers[x]}
+            if kinds == {"call"} and equation.primitive.name != "name" and self._is_no_less(i, equation):
+                self.kinds[i] = "call"
+
+    def _is_no_less(self, number: int, equation: Equation) -> bool:
+        """True for copies, squares, casts to more bytes, and what is computed in float32 beside products of 16 bits."""
+        if self.kinds[number] == "cast":
+            maker = self.makers.get(equation.invars[0], -1)
+            return _widens(equation) or (maker >= 0 and self.kinds[maker] == "call")
+        if self.kinds[number] != "map" or equation.primitive.name in REDUCTIONS:
+            return False
+        is_wide = all(x.aval.dtype.itemsize > self.dtype.itemsize for x in equation.outvars)
+        return is_wide or equation.primitive.name in _COPIES or _is_square(equation)
+
+    def kind_of_reader(self, number: int) -> str:
+        """The kind of the equation with this number, or "result"."""
+        return "result" if number < 0 else self.kinds[number]
+
+    @functools.cached_property
+    def _anchors(self) -> dict[Any, set[Any]]:
+        """For each result of a map's equation the arrays in whose maps it is computed; its own where it is one."""
+        targets: dict[Any, set[Any]] = {}
+        is_cast_read: dict[Any, bool] = {}
+        for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
+            if self.kinds[i] not in ("map", "cast"):
+                continue
+            is_sum = equation.primitive.name in REDUCTIONS
+            for x in equation.outvars:
+                used: set[Any] = set()
+                is_read = is_sum
+                for j in self.readers[x]:
+                    if self.kind_of_reader(j) in ("map", "cast"):
+                        used |= set().union(*(targets[y] for y in self.jaxpr.eqns[j].outvars))
+                        is_read = is_read or any(is_cast_read.get(y, False) for y in self.jaxpr.eqns[j].outvars)
+                    else:
+                        is_read = True
+                if self.kinds[i] == "cast":
+                    targets[x], is_cast_read[x] = used, is_read
+                else:
+                    is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
+                    targets[x] = {x} if is_anchor else used
+        return targets
+
+    def _levels(self) -> dict[int, int]:
+        """For each call's equation how many calls come before it with a product or a map between; as late as it may."""
+        level: dict[Any, int] = {}
+        own: dict[int, int] = {}
+        for i, equation in enumerate(self.jaxpr.eqns):
+            is_call = self.kinds[i] == "call"
+            depth = 0
+            for x in variables(equation.invars):
+                behind_call = x in self.makers and self.kinds[self.makers[x]] == "call"
+                depth = max(depth, level.get(x, 0) + (behind_call and not is_call))
+            level |= dict.fromkeys(equation.outvars, depth)
+            if is_call:
+                own[i] = depth
+        for i in reversed(own):
+            readers = [j for x in self.jaxpr.eqns[i].outvars for j in self.readers[x]]
+            if readers and all(self.kind_of_reader(j) == "call" for j in readers):
+                own[i] = min(own[j] for j in readers)
+        return own
+
+    def _calls(self) -> list[list[int]]:
+        """The equations of each call: those of a level that read each other's results."""
+        levels, group = self._levels(), {}
+        for i in levels:
+            group[i] = {i}
+        for i in levels:
+            for x in self.jaxpr.eqns[i].outvars:
+                for j in self.readers[x]:
+                    if j in levels and levels[j] == levels[i] and group[j] is not group[i]:
+                        merged = group[i] | group[j]
+                        group |= dict.fromkeys(merged, merged)
+        return [sorted(one) for one in {id(one): one for one in group.values()}.values()]
+
+    def in_order(self) -> list[Unit]:
+        """All units, each after those whose results it reads."""
+        targets, units = self._anchors, list[Unit]()
+        for i, equation in enumerate(self.jaxpr.eqns):
+            if self.kinds[i] == "product":
+                units.append(Unit(i, "product", [equation], [self.rows.results[i]], variables(equation.invars)))
+            elif self.kinds[i] == "map":
+                for x in (x for x in equation.outvars if x in targets[x]):
+                    equations, inputs = self.inlined(x)
+                    units.append(Unit(i, "map", equations, [x], inputs))
+        for numbers in self._calls():
+            equations = [self.jaxpr.eqns[i] for i in numbers]
+            made = {x for equation in equations for x in equation.outvars}
+            inputs = list(dict.fromkeys(x for e in equations for x in variables(e.invars) if x not in made))
+            results = [x for x in made if any(j not in numbers for j in self.readers[x])]
+            results.sort(key=lambda x: self.makers[x])
+            units.append(Unit(numbers[0], "call", equations, results, inputs))
+        return self._sorted(units)
+
+    def inlined(self, result: Any) -> tuple[list[Equation], list[Any]]:
+        """The equations that compute one value of a map, and the variables that these read of others."""
+        targets = self._anchors
+        equations: set[int] = set()
+        inputs: dict[Any, None] = {}
+        open_ = [result]
+        while open_:
+            x = open_.pop()
+            i = self.makers.get(x, -1)
+            is_inlined = i >= 0 and self.kinds[i] == "map" and (x is result or x not in targets[x])
+            if i >= 0 and self.kinds[i] == "cast":
+                open_ += variables(self.jaxpr.eqns[i].invars)
+                equations.add(i)
+            elif not is_inlined:
+                inputs[x] = None
+            elif i not in equations:
+                equations.add(i)
+                open_ += variables(self.jaxpr.eqns[i].invars)
+        return [self.jaxpr.eqns[i] for i in sorted(equations)], sorted(inputs, key=lambda x: self.makers.get(x, -1))
+
+    def _sorted(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units, each after those whose results it reads, otherwise as their first equations come."""
+        maker = {x: unit for unit in units for x in unit.results}
+        waits: dict[Unit, int] = {}
+        users: dict[Unit, list[Unit]] = defaultdict(list)
+        for unit in units:
+            needed = {maker[y] for x in unit.inputs for y in [self.uncast(x)] if y in maker} - {unit}
+            waits[unit] = len(needed)
+            for other in needed:
+                users[other].append(unit)
+        ready = [(unit.number, i, unit) for i, unit in enumerate(units) if not waits[unit]]
+        heapq.heapify(ready)
+        order, counter = [], itertools.count(len(units))
+        while ready:
+            *_, unit = heapq.heappop(ready)
+            order.append(unit)
+            for user in users[unit]:
+                waits[user] -= 1
+                if not waits[user]:
+                    heapq.heappush(ready, (user.number, next(counter), user))
+        assert len(order) == len(units), "units that wait for each other"
+        return order
+
+    def maker(self, x: Any, *kinds: str) -> Equation | None:
+        """The equation of one of these kinds that a variable is a result of."""
+        number = -1 if isinstance(x, core.Literal) else self.makers.get(x, -1)
+        return self.jaxpr.eqns[number] if number >= 0 and self.kinds[number] in kinds else None
+
+    def uncast(self, x: Any) -> Any:
+        """The variable that a cast is of."""
+        while (cast := self.maker(x, "cast")) is not None:
+            x = cast.invars[0]
+        return x
+
+
+def _widens(cast: Equation) -> bool:
+    return bool(cast.invars[0].aval.dtype.itemsize < cast.outvars[0].aval.dtype.itemsize)
+
+
+def _is_square(equation: Equation) -> bool:
+    inputs = equation.invars
+    is_product = equation.primitive.name == "mul" and inputs[0] is inputs[1]
+    return is_product or equation.primitive.name in ("square", "integer_pow")
