@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend import core as jex_core
 from jax.sharding import AxisType, PartitionSpec
 
 import coda_jax as coda
@@ -34,6 +35,20 @@ def test_a_block_that_ends_in_a_gate_of_halves(wanted, lead):
 
     got, want = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), wanted)(x, w) for f in (f, plain))
     assert_close(got, want, 1e-4)
+
+
+def test_a_loop_that_is_differentiated_in_other_arguments():
+    """The loop is traced once, for all of them: what its backward pass keeps is told apart."""
+    x, w = random(0, M, D), random(1, D, D)
+
+    def looped(f):
+        traced = jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda x, _: (f(x, w), None), x, None, length=2)[0])(x, w)
+        return lambda x, w: jex_core.jaxpr_as_fun(traced)(x, w)[0]
+
+    f, plain = looped(coda.block(lambda x, w: (x @ w).map(jnp.tanh))), looped(lambda x, w: jnp.tanh(x @ w))
+    for wanted in ((0, 1), (0,), (1,), (0, 1)):
+        got, want = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), wanted)(x, w) for f in (f, plain))
+        assert_close(got, want, 1e-4)
 
 
 @pytest.mark.parametrize("kind", ["map", "opaque"])

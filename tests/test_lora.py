@@ -145,8 +145,9 @@ def test_adapters_are_parts_of_their_block():
     (forward,) = (text for text in of_layers if "forward" in text.splitlines()[0])
     for name in ("split_and_turned", "gated", "sum of squares"):
         assert name in forward
-    backward = [text for text in of_layers if text is not forward]  # the last layer's has a cotangent less
-    assert len(backward) == 2
+    backward = [text for text in of_layers if text is not forward]
+    # The last layer's has a cotangent less. On jax 0.10 a rule is the same whatever is differentiated.
+    assert len(backward) == (1 if jax.__version_info__ < (0, 11) else 2)
     for text in backward:
         assert "gated backward" in text
         passes = {line.partition(":")[0] for line in text.splitlines() if line.startswith("XLA")}

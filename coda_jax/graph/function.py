@@ -133,12 +133,6 @@ class Graph:
         """The graph where these leaves are differentiated; None for all."""
         flags = [True] * len(self.leaves) if is_differentiated is None else is_differentiated
         leaves = frozenset(x for x in itertools.compress(self.leaves, flags) if x.has_cotangent)
-        if leaves and any(x.is_history and x not in leaves for x in self.leaves):
-            warnings.warn(
-                f"block '{self.name}' is differentiated, but not by its fp8 histories: their scales will not follow "
-                "the tensors. Of flax_layers' models nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED) is all of them",
-                stacklevel=2,
-            )
         if leaves not in self._derivatives:
             self._derivatives[leaves] = Derivative(self, leaves)
         return self._derivatives[leaves]
@@ -254,6 +248,18 @@ class BackwardPass:
 @dataclasses.dataclass(frozen=True)
 class _Backward(Backward):
     graph: Graph
+
+    def check(self, arguments: Sequence[Any], is_differentiated: Sequence[bool]) -> None:
+        """Warns where leaves are differentiated and an fp8 history is not."""
+        leaves = self.graph.leaves
+        differentiated = {x for x in itertools.compress(leaves, is_differentiated) if x.has_cotangent}
+        if differentiated and any(x.is_history and x not in differentiated for x in leaves):
+            warnings.warn(
+                f"block '{self.graph.name}' is differentiated, but not by its fp8 histories: their scales will not "
+                "follow the tensors. Of flax_layers' models nnx.DiffState(0, flax_layers.fp8.DIFFERENTIATED) is all of "
+                "them",
+                stacklevel=2,
+            )
 
     def forward_of(self, forward: Callable[..., Any], is_differentiated: Sequence[bool]) -> Callable[..., Any]:
         return self.graph.derivative(is_differentiated).forward

@@ -30,6 +30,9 @@ _zero_p = jex_core.Primitive("coda_reverse_mode")
 _tangent_p = jex_core.Primitive("coda_forward_mode")
 _batch_p = jex_core.Primitive("coda_batch")  # has a batching rule alone
 _batch_p.multiple_results = True
+# If jax 0.10 differentiates one equation twice, in other arguments, as in a loop that is traced before, its backward
+# rule gets the arrays of one time in the structure of the other. There, a rule keeps the same whatever is asked for.
+_MIXES_STRUCTURES = jax.__version_info__ < (0, 11)
 
 
 class Backward:
@@ -39,7 +42,7 @@ class Backward:
     """
 
     def check(self, arguments: Sequence[Any], is_differentiated: Sequence[bool]) -> None:
-        """Raises where one of the arguments' arrays that are differentiated has no gradient."""
+        """Raises or warns where these of the arguments' arrays cannot be all that is differentiated."""
 
     def forward_of(self, forward: Callable[..., Any], is_differentiated: Sequence[bool]) -> Callable[..., Any]:
         """The function that runs forward where these of the arguments' arrays are differentiated."""
@@ -122,7 +125,8 @@ class Rule(NamedTuple):
                 leaves = jax.tree.leaves(arguments[1:], is_leaf=_is_primal)
                 is_differentiated = [not _is_primal(x) or x.perturbed for x in leaves]
                 backward.check(jax.tree.leaves(values), is_differentiated)
-                run_forward = backward.forward_of(forward, is_differentiated)
+                if not _MIXES_STRUCTURES:
+                    run_forward = backward.forward_of(forward, is_differentiated)
             outputs, kept = run_forward(*values)
             may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
             return outputs, (kept, zero if may_be_batched else None, _Shardings.of(tuple(values)))
