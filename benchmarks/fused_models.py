@@ -97,21 +97,15 @@ def check(measured: Sequence[Measured], model: Model, dtype: str) -> None:
     for one in measured:
         if one.failure:
             continue
-        try:
+        with one.noting_lack_of_memory():
             loss, gradient = jax.block_until_ready(one.call())
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            one.failure = "out of memory"
+        if one.failure:
             continue
         if one.variant.fused and model.peer is not None:
             gradient = model.peer.plain(gradient[0]), *gradient[1:]
         one.loss, expected = float(loss), (float(loss), gradient) if expected is None else expected
         one.distance = compare.distance(gradient, expected[1], floor=1e-2)
-        if not abs(one.loss - expected[0]) <= LOSS_RTOL[dtype] * abs(expected[0]):
-            one.failure = f"wrong: loss {one.loss}, {expected[0]} in {measured[0].name}"
-        elif not one.distance <= GRADIENT_RTOL[dtype]:
-            one.failure = f"wrong: gradients differ by {one.distance:.2g} from those of {measured[0].name}"
+        one.judge(expected[0], measured[0].name, loss_rtol=LOSS_RTOL[dtype], gradient_rtol=GRADIENT_RTOL[dtype])
         del gradient
 
 

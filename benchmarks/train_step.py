@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -55,6 +56,23 @@ class Measured:
     failure: str = ""
     executions: list[list[timing.Kernel]] = dataclasses.field(default_factory=list)
     alone: Execution | None = None
+
+    @contextlib.contextmanager
+    def noting_lack_of_memory(self) -> Iterator[None]:
+        """A block of code that may exceed the GPU's memory: that is this variant's failure, and no exception."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.failure = "out of memory"
+
+    def judge(self, expected: float, reference: str, *, loss_rtol: float, gradient_rtol: float) -> None:
+        """Notes a failure where the loss, or the gradients' distance, is too far from what `reference` found."""
+        if not abs(self.loss - expected) <= loss_rtol * abs(expected):
+            self.failure = f"wrong: loss {self.loss}, {expected} in {reference}"
+        elif not self.distance <= gradient_rtol:
+            self.failure = f"wrong: gradients differ by {self.distance:.3g} from those of {reference}"
 
     def memory_gib(self) -> dict[str, float]:
         """Temporaries, arguments, results and all of them, as XLA planned them."""
@@ -228,23 +246,18 @@ def _check_alike(
     for one in (reference, *(one for one in measured if one is not reference)):
         if one.failure:
             continue
-        try:
+        with one.noting_lack_of_memory():
             settle(one, parameters)
             loss, gradient = jax.block_until_ready(one.call())
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            one.failure = "out of memory"
+        if one.failure:
             continue
         gradient = parameters.plain_gradient(one.variant, gradient)
         one.loss = float(loss)
         if expected is None:
             expected = one.loss, gradient
         one.distance = compare.distance(gradient, expected[1], _kind)
-        if not abs(one.loss - expected[0]) <= loss_rtol * abs(expected[0]):
-            one.failure = f"wrong: loss {one.loss}, {expected[0]} in {reference.name}"
-        elif not one.distance <= (gradient_rtol if one.variant.fp8 is None else FP8_GRADIENT_RTOL):
-            one.failure = f"wrong: gradients differ by {one.distance:.3f} from those of {reference.name}"
+        allowed = gradient_rtol if one.variant.fp8 is None else FP8_GRADIENT_RTOL
+        one.judge(expected[0], reference.name, loss_rtol=loss_rtol, gradient_rtol=allowed)
         del gradient
 
 
