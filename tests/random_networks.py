@@ -250,6 +250,16 @@ def _mask(n, h, z):
     return jnp.where(mask[..., None], n.activation(h), z * jnp.float32(0.5).astype(h.dtype))
 
 
+def _dropout(n, h, z):
+    key = jax.random.fold_in(jax.random.key(7), n.i)
+    shape = h.shape if n.j % 2 else (*h.shape[:-2], 1, h.shape[-1])
+    mask = jax.random.bernoulli(key, 0.8, shape)
+    if n.i % 3 == 0:
+        mask = mask & (n.of("position") > -1)
+    y = n.activation(h @ n.of("square"))
+    return z + (jnp.where(mask, y / 0.8, 0) if n.j % 3 else y * mask / 0.8)
+
+
 def _table(n, h, z):
     table = n.of("position")
     if n.i % 3 == 0 and n.of("batch").ndim == h.ndim:
@@ -324,7 +334,7 @@ def _statistics(n, h, z):
 _FUNCTIONS = [
     *[_rms_norm, _layer_norm, _head_norm, _rotated, _by_heads, _attention],
     *[_own_attention, _linear_attention, _gram, _einsum, _split, _interleaved],
-    *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask],
+    *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask, _dropout],
     *[_table, _embedded, _picked, _hard, _integers, _router],
     *[_recurrent, _one_axis, _weight_of_weights, _repeated_heads, _statistics],
 ]

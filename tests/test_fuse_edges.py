@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from coda_jax.fusion.dots import is_derivative
 from tests.test_fuse import largest_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
@@ -196,3 +197,69 @@ def test_an_empty_array_beside_products():
     args = normal(8, 8), normal(4, 8, seed=1), jnp.zeros(0)
     check(f, *args)
     assert not any(one.reason for one in coda.fuse.report(f, *args).products)
+
+
+def dropped(w, x, key):
+    """x + dropout(tanh(dropout(x) a) b), and a mask of the argument."""
+    a, b = (
+        jax.random.bernoulli(one, 0.8, shape) for one, shape in zip(jax.random.split(key), (x.shape,) * 2, strict=True)
+    )
+    h = jnp.tanh((jnp.where(a, x, 0) / 0.8) @ w["a"])
+    return jnp.where(x > -1, x, 0) + (h @ w["b"]) * b / 0.8
+
+
+@pytest.mark.parametrize("width", [16, 24])
+def test_masks(width):
+    w = {"a": normal(width, 16), "b": normal(16, width, seed=1)}
+    check(dropped, w, normal(2, 4, width, seed=2), jax.random.key(0), argnums=(0, 1))
+
+
+def test_a_mask_is_read_by_epilogues_as_bytes():
+    def loss(f):
+        return lambda *args: jnp.sum(jnp.square(f(*args)).astype(jnp.float32))
+
+    w = {"a": normal(64, 64, dtype=jnp.bfloat16), "b": normal(64, 64, seed=1, dtype=jnp.bfloat16)}
+    args = w, normal(2, 64, 64, seed=2, dtype=jnp.bfloat16), jax.random.key(0)
+    plain, fused = (
+        coda.explain(jax.grad(loss(f), (0, 1)), *args, platform="cuda") for f in (dropped, coda.fuse(dropped))
+    )
+    assert fused.others == 0
+    assert fused.totals.kept_bytes <= plain.totals.kept_bytes
+    assert not any(one.is_backward and "select" in one.operation and "gemm" in one.after for one in fused.passes)
+
+
+def test_in_a_derivative_an_activation_is_one_tile():
+    def loss(w, x):
+        return jnp.sum(jnp.square((jax.nn.gelu(x @ w["a"]) * (x @ w["b"])) @ w["c"]))
+
+    fused = coda.fuse(jax.value_and_grad(loss, (0, 1)))
+    w = {"a": normal(8, 32), "b": normal(8, 32, seed=1), "c": normal(32, 8, seed=2)}
+    fused(w, normal(4, 8, seed=3))
+    (piece,) = fused.pieces.made
+    stored = [[x for x in step.stores if x.shape == (4, 32)] for step in piece.lifted.graph.plan.steps]
+    assert sorted(map(len, stored)) == [0] * 6 + [1, 2, 2]  # a; b and the hidden tile; both cotangents
+
+
+def test_a_product_of_sums_over_rows_is_no_derivative():
+    x, w = normal(4, 8), normal(8, 16)
+    for f, expected in (
+        (jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w))), True),
+        (lambda w: x.T @ jnp.tanh(x @ w), False),
+        (lambda w: (w.T @ w, x @ w), False),
+    ):
+        assert is_derivative(jax.make_jaxpr(f)(w).jaxpr) == expected
+
+
+def test_cotangents_are_in_memory_in_the_dtype_of_what_they_are_of():
+    def loss(w, x):  # read in float32
+        y = x + jnp.tanh(x @ w["a"]) @ w["b"]
+        return jnp.sum(jnp.square((y + jnp.tanh(y @ w["a"]) @ w["b"]).astype(jnp.float32) * jnp.arange(64)))
+
+    w = {"a": normal(64, 128, dtype=jnp.bfloat16), "b": normal(128, 64, seed=1, dtype=jnp.bfloat16)}
+    fused = coda.fuse(jax.grad(loss, (0, 1)))
+    jax.eval_shape(fused, w, normal(32, 64, seed=2, dtype=jnp.bfloat16))
+    (piece,) = fused.pieces.made
+    plan = piece.lifted.graph.plan
+    tiles = [x for step in plan.steps for x in step.stores if x.is_tile] + [x for x in plan.by_xla if x.is_tile]
+    wide = [x for x in tiles if x.stored_as(jnp.bfloat16) == jnp.float32]
+    assert len(wide) <= 1  # the result that the loss reads

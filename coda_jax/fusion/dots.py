@@ -51,9 +51,14 @@ class Dot:
         return math.prod(sizes[: self.rows_b]), math.prod(sizes[self.rows_b :])
 
     @property
+    def columns(self) -> Any:
+        """The number of its result's columns."""
+        return self.matrix_b[0 if self.transpose_b else 1]
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions."""
-        return 2 * math.prod(self.matrix_a) * self.matrix_b[0 if self.transpose_b else 1]
+        return 2 * math.prod(self.matrix_a) * self.columns
 
 
 def dots_in(jaxpr: core.Jaxpr) -> dict[int, Equation]:
@@ -101,6 +106,14 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
     if sums_a == list(range(count)) and sums_b == sums_a:
         return Dot(a, b, count, count, True, False)
     return "the axes that it sums over are not the last of its first factor"
+
+
+def is_derivative(jaxpr: core.Jaxpr) -> bool:
+    """True for equations with the gradient of a weight: h^T d beside h W, or beside d W^T."""
+    dots = [dot for equation in dots_in(jaxpr).values() if isinstance(dot := dot_of(equation), Dot)]
+    products = {(dot.a, dot.matrix_a[1], dot.columns) for dot in dots if not dot.transpose_a}
+    gradients = [(dot, dot.matrix_a[1], dot.matrix_b[1]) for dot in dots if dot.transpose_a]
+    return any((dot.a, m, n) in products or (dot.b, n, m) in products for dot, m, n in gradients)
 
 
 def _last(x: Any, count: int) -> list[int]:

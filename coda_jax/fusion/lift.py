@@ -68,6 +68,7 @@ class Lift:
         self.arguments = {x: i for i, x in enumerate(jaxpr.invars)}
         self._deferred: dict[Any, Deferred | None] = {}
         self._tables: dict[Any, Value] = {}
+        self._floats: dict[Value, Value] = {}  # of masks
         self._transposed: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
 
@@ -247,10 +248,13 @@ class Lift:
         sizes, count = first.aval.shape[: self.rows.of(first)], self.rows.of(first)
         rows = math.prod(sizes)
         tables = [count if self._is_read_as_table(x, equations, count) else 0 for x in inputs]
+        masks = [x.aval.dtype == bool and self.units.is_tile(x) for x in inputs]
         values = [self._repeated(x, sizes) if flag else self.value(x) for x, flag in zip(inputs, tables, strict=True)]
+        values = [self._as_floats(x) if flag else x for x, flag in zip(values, masks, strict=True)]
 
         def function(*arrays: jax.Array) -> jax.Array:
-            each = zip(inputs, arrays, tables, strict=True)
+            seen = [array != 0 if flag else array for array, flag in zip(arrays, masks, strict=True)]
+            each = zip(inputs, seen, tables, strict=True)
             known = {x: merged.seen(x, array, rows, table) for x, array, table in each}
             for equation in equations:
                 read = [merged.read(x) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
@@ -259,8 +263,11 @@ class Lift:
 
         function.__name__ = equations[-1].primitive.name
         value: Value = mapped(function, *values, derived=function.__name__)
-        if isinstance(value, nodes.Map) and value.is_tile and self._is_read_in_float32(result):
-            value.made_of = frozenset({np.dtype(FLOAT32)})
+        if isinstance(value, nodes.Map) and value.is_tile:
+            if self._is_read_in_float32(result):
+                value.made_of = frozenset({np.dtype(FLOAT32)})
+            elif self._is_rounded(result):
+                value.made_of = frozenset({self.dtype})
         names = [e.params["name"] for e in equations if e.primitive.name == "name" and result in e.outvars]
         value.name = names[0] if names else value.name
         return value
@@ -278,6 +285,13 @@ class Lift:
                 if equation.primitive.name in CASTS:
                     same.add(out)
         return False
+
+    def _as_floats(self, mask: Value) -> Value:
+        """A mask as a tile that an epilogue reads: of a byte each where TMA takes such rows."""
+        if mask not in self._floats:
+            dtype = jnp.float8_e4m3fn if same_size(mask.shape[1] % 16, 0) else self.dtype
+            self._floats[mask] = mapped(functools.partial(_rounded, dtype=dtype), mask, derived="mask")
+        return self._floats[mask]
 
     def _repeated(self, x: Any, sizes: Sequence[int]) -> Value:
         """A table as a value (M, N), or (S, N) where an epilogue repeats its rows: where it is one of heads."""
@@ -300,6 +314,14 @@ class Lift:
         if x.aval.dtype != np.dtype(FLOAT32) or self.dtype == np.dtype(FLOAT32):
             return False
         return any(self.units.kind_of_reader(j) in ("call", "result") for j in self.units.readers[x])
+
+    def _is_rounded(self, x: Any) -> bool:
+        """True for values that the function has in the products' dtype; they are no wider in memory."""
+        equations: Sequence[Equation] = self.jaxpr.eqns
+        casts = [equations[j] for j in self.units.readers[x] if self.units.kind_of_reader(j) == "cast"]
+        is_cast_alone = bool(casts) and len(casts) == len(self.units.readers[x])
+        dtypes = {cast.outvars[0].aval.dtype for cast in casts} if is_cast_alone else {x.aval.dtype}
+        return dtypes == {self.dtype}
 
     def _call(self, unit: Unit) -> None:
         equations, inputs, results, nested = unit.equations, unit.inputs, unit.results, self.nested

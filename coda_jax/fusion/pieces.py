@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
-from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
+from coda_jax.fusion.dots import Equation, dots_in, is_derivative, variables
 from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
@@ -113,8 +113,7 @@ class Pieces:
 
     def _lifted(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
-        is_derivative = any(isinstance(x := dot_of(e), Dot) and x.transpose_a for e in dots_in(flat.jaxpr).values())
-        has_most = self.options.memory == "same" and not is_derivative  # nobody differentiates it again
+        has_most = self.options.memory == "same" and not is_derivative(flat.jaxpr)  # nobody differentiates it again
         most = kept_by_jax(flat, arrays) if has_most else float("inf")
         reason, before = "", len(self.made)
         for defers in (True, False):

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,8 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.epilogue.values import same_size
+from coda_jax.fusion.dots import Equation, is_derivative, variables
 from coda_jax.fusion.rows import REDUCTIONS, SHAPES, Rows, sums_rows
 from coda_jax.graph.values import is_float
 
@@ -63,6 +65,7 @@ class Units:
         self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
         self.kinds = [self._kind(i, equation) for i, equation in enumerate(jaxpr.eqns)]
         self.readers = self._readers()
+        self._move_masks_to_calls()
         self._move_copies_to_calls()
 
     def _products_dtype(self) -> np.dtype[Any]:
@@ -109,6 +112,27 @@ class Units:
             readers[x].append(-1)
         return readers
 
+    def _move_masks_to_calls(self) -> None:
+        """Leaves masks that depend on no product to the calls, with what they alone are made of: of a byte each."""
+        behind: set[Any] = set()  # what depends on products
+        for i, equation in enumerate(self.jaxpr.eqns):
+            if self.kinds[i] == "product" or not behind.isdisjoint(variables(equation.invars)):
+                behind |= set(equation.outvars)
+        masks: set[int] = set()
+        for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
+            if self.kinds[i] not in ("map", "cast") or equation.primitive.name == "name":
+                continue
+            readers = {j for x in equation.outvars for j in self.readers[x]}
+            is_mask = all(x.aval.dtype == bool and self.is_tile(x) for x in equation.outvars)
+            if (is_mask or (readers and readers <= masks)) and behind.isdisjoint(equation.outvars):
+                masks.add(i)
+        self.kinds = ["call" if i in masks else kind for i, kind in enumerate(self.kinds)]
+
+    def is_tile(self, x: Any) -> bool:
+        """True for a variable with rows and columns."""
+        count = self.rows.of(x)
+        return count > 0 and not same_size(math.prod(x.aval.shape[count:]), 1)
+
     def _move_copies_to_calls(self) -> None:
         """Leaves to the calls, where these alone read it, what is no less to read than what it is made of."""
         equations: list[Equation] = self.jaxpr.eqns
@@ -132,9 +156,14 @@ class Units:
         return "result" if number < 0 else self.kinds[number]
 
     @functools.cached_property
-    def _anchors(self) -> dict[Any, set[Any]]:
-        """For each result of a map's equation the arrays in whose maps it is computed; its own where it is one."""
-        targets: dict[Any, set[Any]] = {}
+    def _anchors(self) -> set[Any]:
+        """The results of maps' equations that are values; all others are computed in the values that read them.
+
+        In a derivative a value of one tile is no value where one of other tiles reads it, in an epilogue behind: there
+        it is computed again, and what JAX keeps of an activation is one tile.
+        """
+        readers: dict[Any, set[Any]] = {}  # for each such result the values in which it is read; itself if it is one
+        candidates: dict[Any, set[Any]] = {}
         is_cast_read: dict[Any, bool] = {}
         for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
             if self.kinds[i] not in ("map", "cast"):
@@ -145,16 +174,29 @@ class Units:
                 is_read = is_sum
                 for j in self.readers[x]:
                     if self.kind_of_reader(j) in ("map", "cast"):
-                        used |= set().union(*(targets[y] for y in self.jaxpr.eqns[j].outvars))
+                        used |= set().union(*(readers[y] for y in self.jaxpr.eqns[j].outvars))
                         is_read = is_read or any(is_cast_read.get(y, False) for y in self.jaxpr.eqns[j].outvars)
                     else:
                         is_read = True
                 if self.kinds[i] == "cast":
-                    targets[x], is_cast_read[x] = used, is_read
-                else:
-                    is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
-                    targets[x] = {x} if is_anchor else used
-        return targets
+                    readers[x], is_cast_read[x] = used, is_read
+                    continue
+                is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
+                readers[x] = {x} if is_anchor else used
+                if is_anchor and not is_read:
+                    candidates[x] = used
+        anchors = {x for x, used in readers.items() if x in used}
+        if is_derivative(self.jaxpr):
+            for x, used in reversed(candidates.items()):  # inputs before their readers
+                tiles = self._tiles_read(x, anchors)
+                if len(tiles) == 1 and any(self._tiles_read(y, anchors) - tiles - {x} for y in used):
+                    anchors.remove(x)
+        return anchors
+
+    def _tiles_read(self, x: Any, anchors: set[Any]) -> set[Any]:
+        """The arrays with rows and columns that a value of a map is computed from."""
+        _, inputs = self._inlined(x, anchors)
+        return {y for y in map(self.uncast, inputs) if self.is_tile(y)}
 
     def _levels(self) -> dict[int, int]:
         """For each call's equation how many calls come before it with a product or a map between; as late as it may."""
@@ -190,12 +232,12 @@ class Units:
 
     def in_order(self) -> list[Unit]:
         """All units, each after those whose results it reads."""
-        targets, units = self._anchors, list[Unit]()
+        anchors, units = self._anchors, list[Unit]()
         for i, equation in enumerate(self.jaxpr.eqns):
             if self.kinds[i] == "product":
                 units.append(Unit(i, "product", [equation], [self.rows.results[i]], variables(equation.invars)))
             elif self.kinds[i] == "map":
-                for x in (x for x in equation.outvars if x in targets[x]):
+                for x in (x for x in equation.outvars if x in anchors):
                     equations, inputs = self.inlined(x)
                     units.append(Unit(i, "map", equations, [x], inputs))
         for numbers in self._calls():
@@ -209,14 +251,16 @@ class Units:
 
     def inlined(self, result: Any) -> tuple[list[Equation], list[Any]]:
         """The equations that compute one value of a map, and the variables that these read of others."""
-        targets = self._anchors
+        return self._inlined(result, self._anchors)
+
+    def _inlined(self, result: Any, anchors: set[Any]) -> tuple[list[Equation], list[Any]]:
         equations: set[int] = set()
         inputs: dict[Any, None] = {}
         open_ = [result]
         while open_:
             x = open_.pop()
             i = self.makers.get(x, -1)
-            is_inlined = i >= 0 and self.kinds[i] == "map" and (x is result or x not in targets[x])
+            is_inlined = i >= 0 and self.kinds[i] == "map" and (x is result or x not in anchors)
             if i >= 0 and self.kinds[i] == "cast":
                 open_ += variables(self.jaxpr.eqns[i].invars)
                 equations.add(i)
