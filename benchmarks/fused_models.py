@@ -44,11 +44,17 @@ def absent(name: str) -> str:
         return package
 
 
-def loss_of(apply: unmodified.Apply) -> Callable[[Params, jax.Array], jax.Array]:
-    """The mean square of a model's result, with other weights for each column: no gradient is that of a constant."""
+def loss_of(apply: unmodified.Apply, has_loss: bool = False) -> Callable[[Params, jax.Array], jax.Array]:
+    """The mean square of a model's result, with other weights for each column: no gradient is that of a constant.
+
+    The result itself where it is the loss.
+    """
 
     def loss(params: Params, batch: jax.Array) -> jax.Array:
-        y = apply(params, batch).astype(jnp.float32)
+        y = apply(params, batch)
+        if has_loss:
+            return y
+        y = y.astype(jnp.float32)
         return jnp.mean(jnp.square(y * (1 + jnp.arange(y.shape[-1]) / y.shape[-1])))
 
     return loss
@@ -57,7 +63,7 @@ def loss_of(apply: unmodified.Apply) -> Callable[[Params, jax.Array], jax.Array]
 def functions(model: Model) -> dict[str, Callable[..., Any]]:
     """Value and gradient of each variant."""
     of = (0, 1) if model.is_inner else (0,)
-    loss = loss_of(model.apply)
+    loss = loss_of(model.apply, model.has_loss)
     found = {
         "plain": jax.value_and_grad(loss, of),
         "grad_of_fuse": jax.value_and_grad(coda.fuse(loss), of),
@@ -127,7 +133,7 @@ def counted(model: Model, arguments: tuple[Any, ...]) -> Iterator[dict[str, Any]
 
 def left(model: Model, arguments: tuple[Any, ...]) -> dict[str, int]:
     """The reasons why products of the loss are not coda_jax's, with how many have each."""
-    report = coda.fuse.report(loss_of(model.apply), *arguments)
+    report = coda.fuse.report(loss_of(model.apply, model.has_loss), *arguments)
     return dict(collections.Counter(one.reason for one in report.products if one.reason))
 
 

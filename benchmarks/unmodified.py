@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from benchmarks import plain_llama
@@ -52,6 +53,7 @@ class Model(NamedTuple):
       batch: what it is given, of a key: arrays.
       is_inner: whether the batch is activations, whose gradient a step wants too.
       peer: the same model in `flax_layers`, if it is there.
+      has_loss: whether the result is the loss itself.
     """
 
     apply: Apply
@@ -59,6 +61,7 @@ class Model(NamedTuple):
     batch: Callable[[jax.Array], jax.Array]
     is_inner: bool = True
     peer: Peer | None = None
+    has_loss: bool = False
 
 
 class Peer(NamedTuple):
@@ -336,6 +339,53 @@ def vit(sizes: Sizes, dtype: Any, *, pooled: bool = False) -> Model:
     return Model(apply, init, batch, is_inner=False)
 
 
+def language_model(sizes: Sizes, dtype: Any) -> Model:
+    """A Llama of tokens with its loss, over a vocabulary as large as a Llama 2 has it."""
+    blocks, vocabulary = llama(sizes, dtype), 32 * sizes.vocabulary
+
+    def init(key: jax.Array) -> Params:
+        keys = jax.random.split(key)
+        draw = Draw(keys[1], dtype)
+        embedding, head = draw.array(vocabulary, sizes.width), draw.matrix(sizes.width, vocabulary)
+        norm = draw.vector(sizes.width, 1.0)
+        return {"embedding": embedding, "norm": norm, "head": head, "layers": blocks.init(keys[0])}
+
+    def loss(w: Params, tokens: jax.Array) -> jax.Array:
+        x = blocks.apply(w["layers"], w["embedding"][tokens[:, :-1]])
+        logits = (rms_norm(x, w["norm"]) @ w["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def batch(key: jax.Array) -> jax.Array:
+        return jax.random.randint(key, (sizes.batch, sizes.length + 1), 0, vocabulary)
+
+    return Model(loss, init, batch, is_inner=False, has_loss=True)
+
+
+def gpt2_dropout(sizes: Sizes, dtype: Any) -> Model:
+    """GPT-2's blocks with dropout of a tenth behind attention and behind the feed-forward layer, as in training."""
+    blocks = gpt2(sizes, dtype)
+
+    def dropped(key: jax.Array, x: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+        return jnp.where(kept, x / 0.9, jnp.zeros((), x.dtype))
+
+    def block(w: Params, x: jax.Array, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key)
+        h = layer_norm(x, w["norm_1"], w["norm_1_bias"])
+        q, k, v = (heads_of(y, sizes.heads) for y in jnp.split(h @ w["qkv"] + w["qkv_bias"], 3, axis=-1))
+        x = x + dropped(keys[0], attention(q, k, v, is_causal=True) @ w["out"] + w["out_bias"])
+        h = layer_norm(x, w["norm_2"], w["norm_2_bias"])
+        return x + dropped(keys[1], jax.nn.gelu(h @ w["up"] + w["up_bias"]) @ w["down"] + w["down_bias"])
+
+    def apply(layers: Params, x: jax.Array) -> jax.Array:
+        seed = jax.lax.stop_gradient(1000 * x[0, 0, 0]).astype(jnp.int32)  # of the batch: XLA cannot draw beforehand
+        for w, key in zip(layers, jax.random.split(jax.random.key(seed), sizes.layers), strict=True):
+            x = block(w, x, key)
+        return x
+
+    return Model(apply, blocks.init, blocks.batch)
+
+
 def llama_scanned(sizes: Sizes, dtype: Any) -> Model:
     return llama(sizes, dtype, scanned=True)
 
@@ -345,5 +395,6 @@ def vit_pooled(sizes: Sizes, dtype: Any) -> Model:
 
 
 MODELS: dict[str, Callable[[Sizes, Any], Model]] = {
-    f.__name__: f for f in (llama, llama_scanned, gpt2, bert, gemma, mixer, vit, vit_pooled)
+    f.__name__: f
+    for f in (llama, llama_scanned, language_model, gpt2, gpt2_dropout, bert, gemma, mixer, vit, vit_pooled)
 }

@@ -250,6 +250,11 @@ def _mask(n, h, z):
     return jnp.where(mask[..., None], n.activation(h), z * jnp.float32(0.5).astype(h.dtype))
 
 
+def _jitted(n, h, z):
+    table = np.linspace(0.5, 1.5, h.shape[-1], dtype=np.float32)
+    return jax.jit(lambda h: (h * table).astype(h.dtype) @ n.of("square"))(h) + z
+
+
 def _dropout(n, h, z):
     key = jax.random.fold_in(jax.random.key(7), n.i)
     shape = h.shape if n.j % 2 else (*h.shape[:-2], 1, h.shape[-1])
@@ -334,7 +339,7 @@ def _statistics(n, h, z):
 _FUNCTIONS = [
     *[_rms_norm, _layer_norm, _head_norm, _rotated, _by_heads, _attention],
     *[_own_attention, _linear_attention, _gram, _einsum, _split, _interleaved],
-    *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask, _dropout],
+    *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask, _dropout, _jitted],
     *[_table, _embedded, _picked, _hard, _integers, _router],
     *[_recurrent, _one_axis, _weight_of_weights, _repeated_heads, _statistics],
 ]

@@ -262,6 +262,33 @@ def test_arrays_that_a_function_closes_over_have_gradients():
     assert largest_error(jax.grad(loss)(2.0), jax.grad(plain)(2.0)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "holder", [lambda f: f, jax.checkpoint, lambda f: lambda w: jax.lax.cond(w[0, 0] > 9, f, f, w)]
+)
+@pytest.mark.parametrize("door", DOORS)
+def test_arrays_that_a_jitted_function_closes_over(door, holder):
+    x, numbers = plain_models.inputs(), np.arange(plain_models.WIDTH, dtype=np.float32)
+    inner = jax.jit(lambda w: jnp.tanh(x @ w) * numbers)
+    loss = lambda w, scale: jnp.sum(jnp.square(scale * holder(inner)(w)))  # noqa: E731
+    args = plain_models.weights()["q"], jnp.float32(0.1)
+    assert largest_error(DOORS[door](loss)(*args), with_gradients(loss)(*args)) < 1e-5
+    assert counts(DOORS[door](loss), *args)[0] == 0
+
+
+def test_effects_of_a_jitted_function_that_closes_over_an_array(capfd):
+    x = plain_models.inputs()
+
+    @jax.jit
+    def f(w):
+        jax.debug.print("seen")
+        return x @ w
+
+    w = plain_models.weights()["q"]
+    assert largest_error(coda.fuse(f)(w), x @ w) < 1e-5
+    jax.effects_barrier()
+    assert "seen" in capfd.readouterr().out
+
+
 def test_a_module_that_a_function_closes_over_changes_as_it_did():
     x, found = jnp.arange(32.0).reshape(4, 8) / 8, []
     for fuse in (lambda f: f, coda.fuse):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ class Nested:
     def _function(self, body: Any, name: str) -> Function:
         """The function that a body becomes, made once."""
         if id(body) not in self._known:
-            self._known[id(body)] = body, self._fused(core.ClosedJaxpr(*opened(body)), name)
+            closed = core.ClosedJaxpr(*opened(body))
+            self._known[id(body)] = body, functools.partial(self._fused(closed, name), *closed.consts)
         return self._known[id(body)][1]
 
 

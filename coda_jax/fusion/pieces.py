@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -102,6 +103,15 @@ class Pieces:
         flat, losses = straight(whole, arrays), list[tuple[Equation, str]]()
         if not self.options.is_exact:
             flat, losses = with_losses(flat, sums=is_outer)
+        consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
+        if consts:
+            flat, arrays = without_constants(flat), [*consts, *arrays]
+        function = self._straight_function(flat, name, arrays, losses)
+        return functools.partial(function, *consts) if consts else function
+
+    def _straight_function(
+        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], losses: Sequence[tuple[Equation, str]]
+    ) -> Function:
         if flat.jaxpr.effects:
             return _Segments(flat, name, self)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)

@@ -114,12 +114,13 @@ class Units:
 
     def _move_masks_to_calls(self) -> None:
         """Leaves masks that depend on no product to the calls, with what they alone are made of: of a byte each."""
+        equations: list[Equation] = self.jaxpr.eqns
         behind: set[Any] = set()  # what depends on products
-        for i, equation in enumerate(self.jaxpr.eqns):
+        for i, equation in enumerate(equations):
             if self.kinds[i] == "product" or not behind.isdisjoint(variables(equation.invars)):
                 behind |= set(equation.outvars)
         masks: set[int] = set()
-        for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
+        for i, equation in reversed(list(enumerate(equations))):
             if self.kinds[i] not in ("map", "cast") or equation.primitive.name == "name":
                 continue
             readers = {j for x in equation.outvars for j in self.readers[x]}
