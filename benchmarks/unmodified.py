@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import coda_jax as coda
 from benchmarks import plain_llama
-from coda_jax import Stream
 from flax_layers import Llama, LlamaConfig
 from flax_layers.layer_stack import run_layers
 
@@ -251,7 +251,7 @@ def fused_llama(config: LlamaConfig, dtype: Any) -> Peer:
     tree = jax.tree.structure(abstract)
 
     def apply(leaves: Params, x: jax.Array) -> jax.Array:
-        stream = run_layers(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), Stream.of(x))
+        stream = run_layers(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), coda.Stream.of(x))
         result: jax.Array = stream.array()
         return result
 
@@ -361,21 +361,26 @@ def language_model(sizes: Sizes, dtype: Any) -> Model:
     return Model(loss, init, batch, is_inner=False, has_loss=True)
 
 
-def gpt2_dropout(sizes: Sizes, dtype: Any) -> Model:
-    """GPT-2's blocks with dropout of a tenth behind attention and behind the feed-forward layer, as in training."""
-    blocks = gpt2(sizes, dtype)
+def by_bernoulli(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
+    """Dropout, as the modules of Flax have it."""
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros((), x.dtype))
 
-    def dropped(key: jax.Array, x: jax.Array) -> jax.Array:
-        kept = jax.random.bernoulli(key, 0.9, x.shape)
-        return jnp.where(kept, x / 0.9, jnp.zeros((), x.dtype))
+
+def gpt2_dropout(sizes: Sizes, dtype: Any, dropout: Apply = by_bernoulli) -> Model:
+    """GPT-2's blocks with dropout behind attention and behind the feed-forward layer.
+
+    Of a half, since XLA divides numbers of 16 bits by others with their reciprocals in 16 bits.
+    """
+    blocks = gpt2(sizes, dtype)
 
     def block(w: Params, x: jax.Array, key: jax.Array) -> jax.Array:
         keys = jax.random.split(key)
         h = layer_norm(x, w["norm_1"], w["norm_1_bias"])
         q, k, v = (heads_of(y, sizes.heads) for y in jnp.split(h @ w["qkv"] + w["qkv_bias"], 3, axis=-1))
-        x = x + dropped(keys[0], attention(q, k, v, is_causal=True) @ w["out"] + w["out_bias"])
+        x = x + dropout(keys[0], attention(q, k, v, is_causal=True) @ w["out"] + w["out_bias"], 0.5)
         h = layer_norm(x, w["norm_2"], w["norm_2_bias"])
-        return x + dropped(keys[1], jax.nn.gelu(h @ w["up"] + w["up_bias"]) @ w["down"] + w["down_bias"])
+        h = jax.nn.gelu(h @ w["up"] + w["up_bias"]) @ w["down"] + w["down_bias"]
+        return x + dropout(keys[1], h, 0.5)
 
     def apply(layers: Params, x: jax.Array) -> jax.Array:
         seed = jax.lax.stop_gradient(1000 * x[0, 0, 0]).astype(jnp.int32)  # of the batch: XLA cannot draw beforehand
@@ -384,6 +389,11 @@ def gpt2_dropout(sizes: Sizes, dtype: Any) -> Model:
         return x
 
     return Model(apply, blocks.init, blocks.batch)
+
+
+def gpt2_coda_dropout(sizes: Sizes, dtype: Any) -> Model:
+    """The same with `coda.dropout`."""
+    return gpt2_dropout(sizes, dtype, coda.dropout)
 
 
 def llama_scanned(sizes: Sizes, dtype: Any) -> Model:
@@ -396,5 +406,17 @@ def vit_pooled(sizes: Sizes, dtype: Any) -> Model:
 
 MODELS: dict[str, Callable[[Sizes, Any], Model]] = {
     f.__name__: f
-    for f in (llama, llama_scanned, language_model, gpt2, gpt2_dropout, bert, gemma, mixer, vit, vit_pooled)
+    for f in (
+        llama,
+        llama_scanned,
+        language_model,
+        gpt2,
+        gpt2_dropout,
+        gpt2_coda_dropout,
+        bert,
+        gemma,
+        mixer,
+        vit,
+        vit_pooled,
+    )
 }

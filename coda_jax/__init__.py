@@ -27,6 +27,7 @@ from coda_jax.graph import opaque as opaque
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream
+from coda_jax.operators import dropout as dropout
 from coda_jax.operators import expert_mlp as expert_mlp
 from coda_jax.operators import gated as gated
 from coda_jax.operators import gated_mlp as gated_mlp
@@ -77,6 +78,7 @@ __all__ = [
     "check",
     "compare",
     "contraction_order",
+    "dropout",
     "expert_mlp",
     "explain",
     "fp8",

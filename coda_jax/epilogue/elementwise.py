@@ -90,6 +90,12 @@ def _select(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
     return "".join(f"{which} == {i} ? {case} : " for i, case in enumerate(cases[:-1])) + cases[-1]
 
 
+def _shifted(x: list[str], _: list[str], __: dict[str, Any]) -> str:
+    """Zeros for 32 bits and more, as XLA has it."""
+    value, bits = (f"static_cast<unsigned>({text})" for text in x)
+    return f"{bits} < 32u ? static_cast<int>({value} >> {bits}) : 0"
+
+
 def _horner(x: jax.Array, *coefficients: jax.Array) -> jax.Array:
     return functools.reduce(lambda total, c: total * x + c, reversed(coefficients))
 
@@ -176,6 +182,7 @@ OPERATIONS: dict[str, Operation] = {
     "or": _infix(lax.bitwise_or, "|", _BITS),
     "xor": _infix(lax.bitwise_xor, "^", _BITS),
     "not": _by_dtype(lax.bitwise_not, int32="~{0}", bool="!{0}"),
+    "shift_right_logical": Operation(lax.shift_right_logical, _shifted, dtypes=(INT32,), instructions=2),
     "select_n": Operation(lax.select_n, _select, exact=True),
     "convert_element_type": Operation(
         lambda x, dtype: lax.convert_element_type(x, dtype), _convert, exact=True, dtypes=tuple(TABLE)

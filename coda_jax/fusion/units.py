@@ -113,21 +113,33 @@ class Units:
         return readers
 
     def _move_masks_to_calls(self) -> None:
-        """Leaves masks that depend on no product to the calls, with what they alone are made of: of a byte each."""
+        """Leaves masks that depend on no product to the calls, with what they alone are made of: of a byte each.
+
+        What is made of rows' and columns' vectors alone stays, which an epilogue has at less.
+        """
         equations: list[Equation] = self.jaxpr.eqns
         behind: set[Any] = set()  # what depends on products
+        of_tiles: set[Any] = set()  # what maps make of tiles that calls or arguments are
         for i, equation in enumerate(equations):
-            if self.kinds[i] == "product" or not behind.isdisjoint(variables(equation.invars)):
+            inputs = variables(equation.invars)
+            if self.kinds[i] == "product" or not behind.isdisjoint(inputs):
                 behind |= set(equation.outvars)
+            elif self.kinds[i] in ("map", "cast") and any(x in of_tiles or self._is_given_tile(x) for x in inputs):
+                of_tiles |= set(equation.outvars)
         masks: set[int] = set()
         for i, equation in reversed(list(enumerate(equations))):
             if self.kinds[i] not in ("map", "cast") or equation.primitive.name == "name":
                 continue
             readers = {j for x in equation.outvars for j in self.readers[x]}
-            is_mask = all(x.aval.dtype == bool and self.is_tile(x) for x in equation.outvars)
+            is_mask = all(x.aval.dtype == bool and self.is_tile(x) and x in of_tiles for x in equation.outvars)
             if (is_mask or (readers and readers <= masks)) and behind.isdisjoint(equation.outvars):
                 masks.add(i)
         self.kinds = ["call" if i in masks else kind for i, kind in enumerate(self.kinds)]
+
+    def _is_given_tile(self, x: Any) -> bool:
+        """True for a tile that no map makes."""
+        number = self.makers.get(x, -1)
+        return self.is_tile(x) and (number < 0 or self.kinds[number] not in ("map", "cast"))
 
     def is_tile(self, x: Any) -> bool:
         """True for a variable with rows and columns."""
@@ -160,8 +172,8 @@ class Units:
     def _anchors(self) -> set[Any]:
         """The results of maps' equations that are values; all others are computed in the values that read them.
 
-        In a derivative a value of one tile is no value where one of other tiles reads it, in an epilogue behind: there
-        it is computed again, and what JAX keeps of an activation is one tile.
+        In a derivative a value of one tile, or none, is no value where one of other tiles reads it, in an epilogue
+        behind: there it is computed again, and what JAX keeps of an activation is one tile.
         """
         readers: dict[Any, set[Any]] = {}  # for each such result the values in which it is read; itself if it is one
         candidates: dict[Any, set[Any]] = {}
@@ -190,7 +202,7 @@ class Units:
         if is_derivative(self.jaxpr):
             for x, used in reversed(candidates.items()):  # inputs before their readers
                 tiles = self._tiles_read(x, anchors)
-                if len(tiles) == 1 and any(self._tiles_read(y, anchors) - tiles - {x} for y in used):
+                if len(tiles) <= 1 and any(self._tiles_read(y, anchors) - tiles - {x} for y in used):
                     anchors.remove(x)
         return anchors
 

@@ -3,6 +3,7 @@
 from coda_jax.operators.deferred_norm import DeferredNorm as DeferredNorm
 from coda_jax.operators.deferred_norm import layer_norm as layer_norm
 from coda_jax.operators.deferred_norm import rms_norm as rms_norm
+from coda_jax.operators.dropout import dropout as dropout
 from coda_jax.operators.expert_mlp import expert_mlp as expert_mlp
 from coda_jax.operators.feed_forward import gated as gated
 from coda_jax.operators.feed_forward import gated_mlp as gated_mlp
