@@ -54,6 +54,21 @@ def test_rows_that_are_alike():
     check(loss_of(PLAIN["llama"]), (w, inputs(jnp.bfloat16, width=256)), repeats=1, ratio=2)
 
 
+def by_bernoulli(key, x, rate):
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+@pytest.mark.parametrize("dropout", [coda.dropout, by_bernoulli])
+def test_dropout(dropout):
+    w, keys = weights(jnp.bfloat16, width=256, hidden=520), jax.random.split(jax.random.key(0))
+
+    def f(w, x):
+        h = dropout(keys[0], jax.nn.gelu(x @ w["up"] + w["hidden_bias"]), 0.5)
+        return x + dropout(keys[1], h @ w["down"], 0.25 if dropout is coda.dropout else 0.5)
+
+    check(loss_of(f), (w, rows(3, 72, 256)))
+
+
 @pytest.mark.parametrize("name", ["integer_labels", "one_hot", "log_softmax"])
 def test_losses(name):
     width, vocabulary = 512, 4096
