@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from benchmarks.lab import machine_code
+from coda_jax import ffi
+from tests.nvrtc import needs_nvrtc
 from tests.test_fuse import largest_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
@@ -115,3 +118,20 @@ def test_shifts_of_an_epilogue(shift):
     found = coda.gemm(jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.asarray(numbers), epilogue=epilogue)
     shifted = numbers.view(np.uint32).astype(np.uint64) >> np.uint64(shift)
     assert np.array_equal(found[0], shifted.astype(np.uint32).view(np.int32).astype(np.float32))
+
+
+@needs_nvrtc
+def test_the_compiler_knows_that_integers_wrap():
+    """C++ has no overflow of signed integers: a product's sign would be that of its factors."""
+
+    def epilogue(acc, x, y):
+        return jnp.where((x + y) * jnp.int32(0x12345677) < 0, acc, -acc)
+
+    def product(*arrays):
+        return coda.gemm(*arrays, epilogue=epilogue)
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 64), (64, 128))]
+    types += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((128, 1), (128,))]
+    (kernel,) = coda.explain(product, *types, platform="cuda", source=True).products
+    instructions = machine_code.disassembly(ffi.compile(kernel.source, "wraps").cubin)
+    assert any("0x12345677" in line for line in instructions)

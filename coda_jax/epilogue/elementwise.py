@@ -51,7 +51,13 @@ def _function(
     return Operation(apply, lambda x, _, __: f"{name}({', '.join(x)})", exact, dtypes, instructions)
 
 
-def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...] = NUMBERS) -> Operation:
+def _arithmetic(apply: Callable[..., jax.Array], symbol: str) -> Operation:
+    """Integers are unsigned in between: they wrap, as XLA's do, where C++ has no overflow of signed ones."""
+    neutral = "1u *" if symbol == "*" else "0u +"
+    return _by_dtype(apply, floats=f"{{0}} {symbol} {{1}}", int32=f"static_cast<int>({neutral} {{0}} {symbol} {{1}})")
+
+
+def _infix(apply: Callable[..., jax.Array], symbol: str, dtypes: tuple[str, ...]) -> Operation:
     return Operation(apply, lambda x, _, __: f"{x[0]} {symbol} {x[1]}", dtypes=dtypes)
 
 
@@ -90,6 +96,11 @@ def _select(x: list[str], dtypes: list[str], _: dict[str, Any]) -> str:
     return "".join(f"{which} == {i} ? {case} : " for i, case in enumerate(cases[:-1])) + cases[-1]
 
 
+def _integer_power(x: list[str], dtypes: list[str], attributes: dict[str, Any]) -> str:
+    power = f"coda::integer_power<{attributes['y']}>"
+    return f"static_cast<int>({power}(0u + {x[0]}))" if dtypes[0] == INT32 else f"{power}({x[0]})"
+
+
 def _shifted(x: list[str], _: list[str], __: dict[str, Any]) -> str:
     """Zeros for 32 bits and more, as XLA has it."""
     value, bits = (f"static_cast<unsigned>({text})" for text in x)
@@ -119,13 +130,13 @@ def _round(x: jax.Array, rounding_method: int) -> jax.Array:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "add": _infix(lax.add, "+"),
-    "add_any": _infix(lax.add, "+"),
-    "sub": _infix(lax.sub, "-"),
-    "mul": _infix(lax.mul, "*"),
+    "add": _arithmetic(lax.add, "+"),
+    "add_any": _arithmetic(lax.add, "+"),
+    "sub": _arithmetic(lax.sub, "-"),
+    "mul": _arithmetic(lax.mul, "*"),
     "div": _by_dtype(lax.div, instructions=7, floats="{0} / {1}", int32="coda::divide({0}, {1})"),
     "rem": _by_dtype(lax.rem, instructions=63, floats="fmodf({0}, {1})", int32="coda::remainder({0}, {1})"),
-    "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="-{0}"),
+    "neg": _by_dtype(lax.neg, exact=True, floats="-{0}", int32="static_cast<int>(0u - {0})"),
     "abs": _by_dtype(lax.abs, exact=True, floats="fabsf({0})", int32="coda::absolute({0})"),
     "sign": _function(lax.sign, "coda::sign", exact=True, dtypes=NUMBERS, instructions=4),
     "max": _by_dtype(
@@ -135,13 +146,15 @@ OPERATIONS: dict[str, Operation] = {
         lax.min, exact=True, floats="coda::minimum({0}, {1})", int32="coda::minimum({0}, {1})", bool="{0} & {1}"
     ),
     "clamp": _function(lax.clamp, "coda::clamp", exact=True, dtypes=NUMBERS, instructions=2),
-    "square": _by_dtype(lax.square, floats="{0} * {0}", int32="{0} * {0}"),
+    "square": _by_dtype(lax.square, floats="{0} * {0}", int32="static_cast<int>(1u * {0} * {0})"),
     "one_minus_square": _by_dtype(
-        lambda x: (1 + x) * (1 - x), floats="(1.0f + {0}) * (1.0f - {0})", int32="(1 + {0}) * (1 - {0})"
+        lambda x: (1 + x) * (1 - x),
+        floats="(1.0f + {0}) * (1.0f - {0})",
+        int32="static_cast<int>((1u + {0}) * (1u - {0}))",
     ),
     "integer_pow": Operation(
         lambda x, y: lax.integer_pow(x, y),
-        lambda x, _, a: f"coda::integer_power<{a['y']}>({x[0]})",
+        _integer_power,
         dtypes=NUMBERS,
     ),
     "pow": Operation(lax.pow, _power, dtypes=NUMBERS, instructions=87),
