@@ -11,7 +11,7 @@ import csv
 import pathlib
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import block_tables, fp8_tables, moe_tables, report_tables, results, tile_report
@@ -90,6 +90,7 @@ SECTIONS = [
             report_tables.energy_products),
     Section("Epilogues", "", "make bench", report_tables.epilogues, "_fused"),
     Section("Parts of epilogues", "_ablation", "make lab-ablation", report_tables.ablation),
+    Section("Dropout behind a product", "_dropout", "make lab-dropout", report_tables.dropout),
     Section("Energy of a training step's products", "_energy_step", "make lab-energy ARGS=--step",
             report_tables.energy_step),
     Section("Tiles, at one clock", "_tiles", "make lab-tiles", tile_report.at_one_clock, "_tiles"),
@@ -119,6 +120,11 @@ def suffix_of(path: pathlib.Path, row: Row) -> str:
     return path.stem.removeprefix(row["device"].replace(" ", "_").lower())
 
 
+def commits(rows: Sequence[Row]) -> Row:
+    """The commits that rows were measured at, one after the other."""
+    return {"commit": ", ".join(dict.fromkeys(row["commit"] for row in rows))}
+
+
 def source(path: pathlib.Path, row: Row, command: str) -> str:
     clock = row["clock"].removeprefix(f"{row['device']}, ")
     about = f"driver {row['driver']}, jax {row['jax']}, commit {row['commit']}, {row['date']}, clock at the end {clock}"
@@ -132,7 +138,8 @@ def report(folder: pathlib.Path) -> str:
         for path, rows in files.items():
             if suffix_of(path, rows[0]) != section.suffix:
                 continue
-            text += f"\n## {section.title}, {rows[0]['device']}\n\n{source(path, rows[0], section.command)}\n\n"
+            about = source(path, rows[0] | commits(rows), section.command)
+            text += f"\n## {section.title}, {rows[0]['device']}\n\n{about}\n\n"
             text += section.show(path if section.suffix in TAKES_PATH else rows)
             picture = path.with_name(f"{path.stem.removesuffix(section.suffix)}{section.picture}.png")
             if section.picture and picture.exists():

@@ -6,7 +6,7 @@ import csv
 
 from benchmarks import report_tables
 from benchmarks.markdown import table
-from benchmarks.report import FAMILIES, SECTIONS
+from benchmarks.report import FAMILIES, SECTIONS, commits
 from benchmarks.report_tables import EPILOGUE_LABELS, VARIANTS
 from tools import pages
 from tools.expected import layer_ms
@@ -79,7 +79,7 @@ def family_steps() -> str:
 def fused_models() -> str:
     """Value and gradient of unmodified models, plain and under `coda.fuse`."""
     found = rows(f"{CHIPS[-1]}_fused_models")
-    about = found[0]
+    about = found[0] | commits(found)
     sizes = f"{about['layers']} layers, {about['batch']} x {about['length']} tokens, width {about['width']}, bfloat16"
     return f"{source(about, COMMANDS['_fused_models'])}. {sizes}.\n\n{report_tables.fused_models(found).rstrip()}"
 
