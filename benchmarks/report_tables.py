@@ -119,11 +119,12 @@ def fused_models(rows: Sequence[Row]) -> str:
             f"{number(row, 'temporaries_gib'):.2f}",
             f"{row['fused_products']} of {row['products']}",
             f"{number(row, 'passes_mb'):.0f}",
-            f"{number(row, 'kept_mb'):.0f}",
+            "-" if row["variant"] == "fuse_of_grad" else f"{number(row, 'kept_mb'):.0f}",
         ]
         for row in steps
     ]
-    return table(columns, lines)
+    text = "*Kept*: for the backward pass, by `coda.explain`, which cannot tell what that is in a fused gradient.\n\n"
+    return text + table(columns, lines)
 
 
 def training_step(rows: Sequence[Row]) -> str:
