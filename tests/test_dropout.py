@@ -97,14 +97,27 @@ def test_epilogues_make_it_and_nothing_is_drawn_or_kept(door):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", [("data",), (None, "data"), (None, None, "data")])
-def test_shards_have_the_same_bits(spec):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_shards_have_the_same_bits(spec, axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
     w, x, key = arguments()
-    expected = residual_mlp(w, x, key)
-    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
-    for f in (residual_mlp, coda.fuse(residual_mlp)):
-        assert largest_error(jax.jit(f)(w, x, key), expected) < 1e-6
+    expected = [
+        jax.device_get(f(key)) for f in (lambda key: coda.dropout(key, x, 0.5), lambda k: residual_mlp(w, x, k))
+    ]
+    sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+    with jax.set_mesh(mesh):
+        assert np.array_equal(jax.device_get(coda.dropout(key, sharded, 0.5)), expected[0])
+        if axis_type == "Auto" or spec[-1] is None:  # products over explicit axes that cut K say how they are sharded
+            found = jax.device_get(jax.jit(coda.fuse(residual_mlp))(w, sharded, key))
+            assert np.allclose(found, expected[1], atol=1e-5)
+
+
+def test_64_bits():
+    expected = coda.dropout(KEY, jnp.ones((3, 8)), 0.5)
+    with jax.enable_x64(True):
+        assert jnp.array_equal(coda.dropout(KEY, jnp.ones((3, 8), jnp.float32), 0.5), expected)
+        assert 3.0 / 0.7 in coda.dropout(KEY, jnp.full(8, 3.0), 0.3)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 16, 31, 32, 40])

@@ -37,17 +37,19 @@ def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
       TypeError: x is no array of floats.
       ValueError: another rate.
     """
+    x = jnp.asarray(x)
     if not is_float(x.dtype):
         raise TypeError(f"dropout: x is {x.dtype}; it must be an array of floats")
     if not 0 <= rate < 1:
         raise ValueError(f"dropout: rate = {rate}; it must be at least 0 and less than 1")
     if rate == 0:
         return x
-    rows = lax.bitcast_convert_type(jax.random.bits(key, (*x.shape[:-1], 1)), jnp.int32)
+    rows = lax.bitcast_convert_type(jax.random.bits(key, (*x.shape[:-1], 1), jnp.uint32), jnp.int32)
     columns = _hashed(lax.iota(jnp.int32, x.shape[-1] if x.ndim else 1))
     bits = _hashed(rows + columns).reshape(x.shape)
     kept = bits < min(round((0.5 - rate) * 2**32), 2**31 - 1)  # they are signed
-    return jnp.where(kept, (x.astype(jnp.float32) * (1 / (1 - rate))).astype(x.dtype), jnp.zeros((), x.dtype))
+    scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * (1 / (1 - rate))
+    return jnp.where(kept, scaled.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 def _hashed(bits: jax.Array) -> jax.Array:
