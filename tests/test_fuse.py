@@ -319,6 +319,9 @@ def test_a_function_that_asks_for_values_runs_as_it_is():
 
     w, x = plain_models.weights(), plain_models.inputs()
     assert largest_error(coda.fuse(f)(x, w["up"]), f(x, w["up"])) < 1e-6
+    report = coda.fuse.report(f, x, w["up"])
+    assert str(report) == "fuse(f): it runs as it is, for it asks for the value of an array"
+    assert (report.plain, report.fused, report.products) == (None, None, ())
 
 
 def test_an_index_of_bools_and_a_string_of_numpy():
@@ -411,6 +414,29 @@ def test_shared_variables_and_static_attributes_change_as_they_did():
         results.append([f(module, x), f(module, x), nnx.jit(f)(module, x), module.first.noise.count[...]])
         assert module.calls == 3
     assert largest_error(results[1], results[0]) < 1e-6
+    report = coda.fuse.report(lambda m, x: m(x), Shared(nnx.Rngs(0, noise=1)), x)
+    assert report.reason == "it changes the structure of an argument"  # for Flax, attributes are a part of that
+    count = nnx.Variable(jnp.zeros(()))
+
+    def f(a, b, x):
+        a[...] += 1
+        return x @ x.T * b[...]
+
+    fused = coda.fuse(f)
+    assert jnp.all(fused(count, count, x) == 8) and count[...] == 1
+    assert fused.reason == "it changes a variable that modules among its arguments share"
+
+
+def test_an_argument_that_changes_its_structure():
+    def f(options, w, x):
+        options["seen"] = x
+        return x @ w
+
+    w, x = plain_models.weights()["q"], plain_models.inputs()
+    options, fused = {}, coda.fuse(f)
+    assert largest_error(fused(options, w, x), x @ w) < 1e-6
+    assert options["seen"] is x and fused.reason == "it changes the structure of an argument"
+    assert fused({"seen": x}, w, x).shape == x.shape
 
 
 def test_one_signature_is_traced_once():

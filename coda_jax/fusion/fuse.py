@@ -41,20 +41,25 @@ class Fused:
     Attributes:
       name: of the function.
       pieces: the straight functions that its last trace was made of.
+      reason: why its last call ran as it is; empty if it did not.
     """
 
     def __init__(self, f: Callable[..., Any], options: Options, *, is_checked: bool = False):
         functools.update_wrapper(self, f)
         self._f, self.options, self._is_checked = f, options, is_checked
         self.name = str(getattr(f, "__name__", type(f).__name__)).strip("<>")
-        self.pieces = Pieces(options)
-        self._traces: collections.OrderedDict[Hashable, _Traced | None] = collections.OrderedDict()
+        self.pieces, self.reason = Pieces(options), ""
+        self._traces: collections.OrderedDict[Hashable, _Traced | str] = collections.OrderedDict()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs)."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = self._traced(leaves, tree)
-        if traced is None or changes_shared((args, kwargs), traced.changed):
+        traced, self.reason = self._traced(leaves, tree), ""
+        if isinstance(traced, str):
+            self.reason = traced
+        elif changes_shared((args, kwargs), traced.changed):
+            self.reason = "it changes a variable that modules among its arguments share"
+        if isinstance(traced, str) or self.reason:
             return self._f(*args, **kwargs)
         results = traced.function(*traced.consts, *filter(_is_array, leaves))
         outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]  # constants
@@ -71,8 +76,8 @@ class Fused:
     def __deepcopy__(self, memo: Any) -> Fused:
         return self  # as functions are
 
-    def _traced(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
-        """The function at these arguments; None for one that asks for their values, or changes their structure."""
+    def _traced(self, leaves: Sequence[Any], tree: Any) -> _Traced | str:
+        """The function at these arguments; why it runs as it is, where it does."""
         config = trace_context(), jax.config.jax_default_prng_impl  # with the axes of an enclosing vmap
         each = (signature(x) if _is_array(x) else (type(x), Static(x)) for x in leaves)
         key = tree, jax.sharding.get_abstract_mesh(), config, tuple(each)
@@ -80,13 +85,14 @@ class Fused:
             self._traces.move_to_end(key)
             return self._traces[key]
         traced = self._trace(leaves, tree)
-        if traced is None or not any(isinstance(x, jax.Array) for x in traced.consts):  # they may be others next time
+        consts = () if isinstance(traced, str) else traced.consts
+        if not any(isinstance(x, jax.Array) for x in consts):  # they may be others next time
             self._traces[key] = traced
             if len(self._traces) > _SIGNATURES:
                 self._traces.popitem(last=False)
         return traced
 
-    def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | None:
+    def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | str:
         found: list[Any] = []
         self.pieces = Pieces(self.options)  # earlier ones live as long as their traces
 
@@ -105,11 +111,13 @@ class Fused:
         flat.__name__ = self.name
         try:
             closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
-        except (*_ASKED_VALUE, _OtherStructure):
-            return None
+        except _ASKED_VALUE:
+            return "it asks for the value of an array"
+        except _OtherStructure:
+            return "it changes the structure of an argument"
         except Exception as error:
             if is_change_outside(error):
-                return None
+                return "it changes a module that it closes over"
             raise
         function = self.pieces.function(closed, self.name, is_outer=True)
         if self._is_checked:

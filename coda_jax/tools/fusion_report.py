@@ -46,16 +46,20 @@ class Report:
       name: of the function.
       products: all its products.
       backward: the plans of the derivatives in words, one for each piece.
-      plain, fused: what `coda.explain` says of both.
+      plain, fused: what `coda.explain` says of both; None of a function that asks for the value of an array.
+      reason: why the function runs as it is; empty if it does not.
     """
 
     name: str
     products: tuple[FusedProduct, ...]
     backward: tuple[str, ...]
-    plain: Explanation
-    fused: Explanation
+    plain: Explanation | None
+    fused: Explanation | None
+    reason: str = ""
 
     def __str__(self) -> str:
+        if self.reason or self.plain is None or self.fused is None:
+            return f"fuse({self.name}): it runs as it is, for {self.reason}"
         kept = [one for one in self.products if not one.reason]
         rows = [("product", "line", "in", "epilogue")]
         rows += [
@@ -81,8 +85,13 @@ class Report:
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """As `coda.fuse.report`."""
     fused = (f if isinstance(f, Fused) else fuse(f)).fresh()
-    result = jax.eval_shape(fused, *args, **kwargs)
-    pieces = list(fused.pieces.made)
+    try:
+        result = jax.eval_shape(fused, *args, **kwargs)
+    except Exception:
+        if not fused.reason:
+            raise
+        return Report(fused.name, (), (), None, None, fused.reason)  # it cannot be traced
+    pieces, reason = list(fused.pieces.made), fused.reason
     is_loss = isinstance(result, jax.ShapeDtypeStruct) and not result.shape and is_float(result.dtype)
     functions = (_with_gradients(g) if is_loss else g for g in (fused.plain, fused))
     plain_explained, fused_explained = (explain(g, *args, **kwargs, platform="cuda") for g in functions)
@@ -92,6 +101,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         tuple(_backward(piece) for piece in pieces if piece.lifted is not None),
         plain_explained,
         fused_explained,
+        reason,
     )
 
 
