@@ -166,6 +166,7 @@ CASES = {
     "columns in passes": Case(both(saturated, ordered, ordered), (E4M3, E4M3), options={"column_passes": 2}),
 }
 LEAST_ROWS = 128  # of a tile, lest a kernel for fewer is another
+LEAST_COLUMNS = {"heads": 128}  # two heads: the halves of one are those of all columns
 SLICED = "slices"  # whose N is part of the kernel
 
 
@@ -180,7 +181,7 @@ def sizes(name, m, n):
     (unit_m, unit_n), has_slices = CASES[name].units, name == SLICED
     m = max(LEAST_ROWS, 16 * m + (5 if unit_m == 1 else 8 if unit_m == 8 else 0))
     n = -(-(16 * n + (4 if unit_n == 4 else 8 if unit_n == 8 else 0)) // unit_n) * unit_n
-    return (m, 336) if has_slices else (m, n)
+    return m, 336 if has_slices else max(n, LEAST_COLUMNS.get(name, 0))
 
 
 def pieces_of(case, spec, call, m, n, blocks):
