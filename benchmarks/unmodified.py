@@ -369,7 +369,8 @@ def by_bernoulli(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
 def gpt2_dropout(sizes: Sizes, dtype: Any, dropout: Apply = by_bernoulli) -> Model:
     """GPT-2's blocks with dropout behind attention and behind the feed-forward layer.
 
-    Of a half, since XLA divides numbers of 16 bits by others with their reciprocals in 16 bits.
+    Half of the elements are dropped: XLA divides by a constant of 16 bits with its reciprocal, which 16 bits round
+    unless it is a power of two.
     """
     blocks = gpt2(sizes, dtype)
 

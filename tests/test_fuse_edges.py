@@ -7,6 +7,8 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.fusion.dots import is_derivative
+from coda_jax.graph.values import Map
+from tests import plain_models
 from tests.test_fuse import largest_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
@@ -250,16 +252,16 @@ def test_a_product_of_sums_over_rows_is_no_derivative():
         assert is_derivative(jax.make_jaxpr(f)(w).jaxpr) == expected
 
 
-def test_cotangents_are_in_memory_in_the_dtype_of_what_they_are_of():
-    def loss(w, x):  # read in float32
-        y = x + jnp.tanh(x @ w["a"]) @ w["b"]
-        return jnp.sum(jnp.square((y + jnp.tanh(y @ w["a"]) @ w["b"]).astype(jnp.float32) * jnp.arange(64)))
-
-    w = {"a": normal(64, 128, dtype=jnp.bfloat16), "b": normal(128, 64, seed=1, dtype=jnp.bfloat16)}
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
+def test_cotangents_are_in_memory_in_the_dtype_of_what_they_are_of(name):
+    block = plain_models.PLAIN[name]
+    loss = plain_models.loss_of(lambda w, x: block(w, block(w, x)))  # which reads the result in float32
     fused = coda.fuse(jax.grad(loss, (0, 1)))
-    jax.eval_shape(fused, w, normal(32, 64, seed=2, dtype=jnp.bfloat16))
+    x = plain_models.inputs(jnp.bfloat16)
+    jax.eval_shape(fused, plain_models.weights(jnp.bfloat16), x)
     (piece,) = fused.pieces.made
-    plan = piece.lifted.graph.plan
-    tiles = [x for step in plan.steps for x in step.stores if x.is_tile] + [x for x in plan.by_xla if x.is_tile]
+    plan, rows = piece.lifted.graph.plan, x.shape[0] * x.shape[1]
+    values = [x for step in plan.steps for x in step.stores] + list(plan.by_xla)
+    tiles = [x for x in values if isinstance(x, Map) and x.is_tile and x.shape[0] == rows]
     wide = [x for x in tiles if x.stored_as(jnp.bfloat16) == jnp.float32]
     assert len(wide) <= 1  # the result that the loss reads

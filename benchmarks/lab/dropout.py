@@ -46,23 +46,16 @@ def with_mask(acc: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
     return x + jnp.where(mask != 0, acc * (1 / KEPT), 0)
 
 
-def with_hash(acc: jax.Array, x: jax.Array, *, operations: int) -> jax.Array:
-    limit = jnp.int32(round((KEPT - 0.5) * 2**32))
-    return x + jnp.where(hashed(acc.shape, operations) < limit, acc * (1 / KEPT), 0)
+def with_hash(operations: int) -> Callable[..., jax.Array]:
+    limit = round((KEPT - 0.5) * 2**32)  # of signed bits
+
+    def epilogue(acc: jax.Array, x: jax.Array) -> jax.Array:
+        return x + jnp.where(hashed(acc.shape, operations) < limit, acc * (1 / KEPT), 0)
+
+    return epilogue
 
 
-def epilogues() -> dict[str, Callable[..., jax.Array]]:
-    def of_operations(operations: int) -> Callable[..., jax.Array]:
-        def epilogue(acc: jax.Array, x: jax.Array) -> jax.Array:
-            return with_hash(acc, x, operations=operations)
-
-        return epilogue
-
-    return {
-        "none": with_residual,
-        "mask": with_mask,
-        **{f"hash_{count}": of_operations(count) for count in OPERATIONS},
-    }
+EPILOGUES = {"none": with_residual, "mask": with_mask} | {f"hash_{count}": with_hash(count) for count in OPERATIONS}
 
 
 def calls(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
@@ -72,7 +65,7 @@ def calls(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
     w = jax.random.normal(keys[2], (k, n), jnp.bfloat16) * k**-0.5
     mask = jax.random.bernoulli(keys[3], KEPT, (m, n)).astype(jnp.float8_e4m3fn)
     found: dict[str, Callable[[], Any]] = {}
-    for name, epilogue in epilogues().items():
+    for name, epilogue in EPILOGUES.items():
         operands = (x, mask) if name == "mask" else (x,)
 
         def product(*arrays: jax.Array, epilogue: Any = epilogue, implementation: str = "auto") -> Any:
@@ -106,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bare = times["none"].total
         for name, of in times.items():
             rows.append({"m": m, "n": n, "k": k, "variant": name, "us": of.total, "price": of.total / bare - 1})
-            price = f"{of.total / bare - 1:+9.1%}" if name in epilogues() else f"{of.total / bare:9.1%}"
+            price = f"{of.total / bare - 1:+9.1%}" if name in EPILOGUES else f"{of.total / bare:9.1%}"
             print(f"{m:7}{n:7}{k:7}  {name:14}{of.total:9.1f} us{price}", flush=True)
     results.write(
         "_dropout", ["m", "n", "k", "variant", "us", "price"], rows, folder=options.out, commit=options.commit

@@ -115,23 +115,23 @@ class Units:
     def _move_masks_to_calls(self) -> None:
         """Leaves masks that depend on no product to the calls, with what they alone are made of: of a byte each.
 
-        What is made of rows' and columns' vectors alone stays, which an epilogue has at less.
+        A mask that is made of vectors of rows and columns alone stays a map: an epilogue reads these at less.
         """
         equations: list[Equation] = self.jaxpr.eqns
         behind: set[Any] = set()  # what depends on products
-        of_tiles: set[Any] = set()  # what maps make of tiles that calls or arguments are
+        from_tiles: set[Any] = set()  # what maps make of tiles that calls or arguments are
         for i, equation in enumerate(equations):
             inputs = variables(equation.invars)
             if self.kinds[i] == "product" or not behind.isdisjoint(inputs):
                 behind |= set(equation.outvars)
-            elif self.kinds[i] in ("map", "cast") and any(x in of_tiles or self._is_given_tile(x) for x in inputs):
-                of_tiles |= set(equation.outvars)
+            elif self.kinds[i] in ("map", "cast") and any(x in from_tiles or self._is_given_tile(x) for x in inputs):
+                from_tiles |= set(equation.outvars)
         masks: set[int] = set()
         for i, equation in reversed(list(enumerate(equations))):
             if self.kinds[i] not in ("map", "cast") or equation.primitive.name == "name":
                 continue
             readers = {j for x in equation.outvars for j in self.readers[x]}
-            is_mask = all(x.aval.dtype == bool and self.is_tile(x) and x in of_tiles for x in equation.outvars)
+            is_mask = all(x.aval.dtype == bool and self.is_tile(x) and x in from_tiles for x in equation.outvars)
             if (is_mask or (readers and readers <= masks)) and behind.isdisjoint(equation.outvars):
                 masks.add(i)
         self.kinds = ["call" if i in masks else kind for i, kind in enumerate(self.kinds)]
