@@ -7,7 +7,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.fusion.dots import is_derivative
-from coda_jax.graph.values import Map
+from coda_jax.graph.values import Map, reachable
 from tests import plain_models
 from tests.test_fuse import largest_error
 
@@ -246,6 +246,8 @@ def test_a_product_of_sums_over_rows_is_no_derivative():
     x, w = normal(4, 8), normal(8, 16)
     for f, expected in (
         (jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w))), True),
+        (jax.grad(jax.checkpoint(lambda w: jnp.sum(jnp.tanh(x @ w)))), True),
+        (jax.checkpoint(lambda w: jnp.sum(jnp.tanh(x @ w))), False),
         (lambda w: x.T @ jnp.tanh(x @ w), False),
         (lambda w: (w.T @ w, x @ w), False),
     ):
@@ -265,3 +267,35 @@ def test_cotangents_are_in_memory_in_the_dtype_of_what_they_are_of(name):
     tiles = [x for x in values if isinstance(x, Map) and x.is_tile and x.shape[0] == rows]
     wide = [x for x in tiles if x.stored_as(jnp.bfloat16) == jnp.float32]
     assert len(wide) <= 1  # the result that the loss reads
+
+
+def test_equal_layers_are_traced_once():
+    def network(w, x):
+        for one in w:
+            x = plain_models.PLAIN["llama"](one, x)
+        return x
+
+    loss, counts = plain_models.loss_of(network), []
+    for depth in (3, 6):
+        w = [plain_models.weights(jnp.bfloat16)] * depth
+        fused = coda.fuse(loss)
+        jax.eval_shape(jax.grad(fused, (0, 1)), w, plain_models.inputs(jnp.bfloat16))
+        (piece,) = fused.pieces.made
+        derivative = piece.lifted.graph.derivative()
+        plans = [derivative.forward_plan, derivative.backward().plan]
+        values = [x for plan in plans for x in reachable(plan.wanted)]
+        counts.append((len({x.body for x in values if isinstance(x, Map)}), [len(plan.traces) for plan in plans]))
+        assert len(plans[0].steps) == 7 * depth and all(plan.traces for plan in plans)
+    assert counts[0] == counts[1]
+
+
+def test_equations_that_differ_in_a_number_are_not_alike():
+    def f(w, x):
+        y = [jnp.tanh(x @ w) * 2.0, jnp.tanh(x @ w) * 3.0, jnp.tanh(x @ w) * -0.0, jnp.tanh(x @ w) * 0.0]
+        y += [(x @ w) ** 2, (x @ w) ** 3, (x @ w)[:, :2], (x @ w)[:, 2:4]]
+        return y, [jnp.tanh(x @ w) * x.sum(1, keepdims=True), jnp.tanh(x @ w) * x.sum(0)[:4].sum()]
+
+    w, x = normal(8, 4), normal(4, 8, seed=1)
+    for got, want in zip(jax.tree.leaves(coda.fuse(f)(w, x)), jax.tree.leaves(f(w, x)), strict=True):
+        assert largest_error(got, want) < 1e-5
+        assert np.array_equal(jnp.signbit(got), jnp.signbit(want))

@@ -63,6 +63,10 @@ class Epilogue:
             operands = seen(self.program.operands, arguments, acc.shape[0])[: self._num_operands]
             return call(self.flat, [acc, *operands], arguments[self._num_operands :])
 
+    def called(self, name: str) -> "Epilogue":
+        """The same epilogue with another name for messages."""
+        return self if name == self.name else replace(self, name=name)
+
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as an additional last flat output. Its out_tree is a list."""
         flat = replace(self.flat, outputs=(*self.flat.outputs, 0))
@@ -87,6 +91,7 @@ def trace(
       group_offsets: (G + 1,) int32, for operands by group and for a product with groups; see groups.py.
 
     If f has a dict as its attribute `traced`, its trace depends on the types alone, and is kept there for each.
+    Functions of other names that compute the same may have one dict.
 
     Returns:
       The epilogue, and the captured arrays (or tracers), which are its operands after the explicit ones. The last are
@@ -98,7 +103,7 @@ def trace(
       ValueError: operands by group and groups that do not go together.
     """
     known: dict[Any, Epilogue] | None = getattr(f, "traced", None)
-    if known is None or group_offsets is not None:
+    if f is None or known is None or group_offsets is not None:
         return _traced(f, acc, operands, group_offsets)
     key = (acc, *operands), jax.sharding.get_abstract_mesh()
     if key not in known:
@@ -106,7 +111,7 @@ def trace(
         if captured:  # the next trace may capture other arrays
             return epilogue, captured
         known[key] = epilogue
-    return known[key], ()
+    return known[key].called(f.__name__), ()
 
 
 def _traced(

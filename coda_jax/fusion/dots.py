@@ -109,7 +109,9 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
 
 
 def is_derivative(jaxpr: core.Jaxpr) -> bool:
-    """True for equations with the gradient of a weight: h^T d beside h W, or beside d W^T."""
+    """True for equations with the gradient of a weight: h^T d beside h W, or beside d W^T; or with a checkpoint's."""
+    if any(equation.params.get("differentiated") for equation in jaxpr.eqns):
+        return True
     dots = [dot for equation in dots_in(jaxpr).values() if isinstance(dot := dot_of(equation), Dot)]
     products = {(dot.a, dot.matrix_a[1], dot.columns) for dot in dots if not dot.transpose_a}
     gradients = [(dot, dot.matrix_a[1], dot.matrix_b[1]) for dot in dots if dot.transpose_a]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
 from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.fusion.alike import structure
 from coda_jax.fusion.defer import Deferred, deferred
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
@@ -51,12 +52,13 @@ class Lift:
     Args:
       jaxpr: a straight one; its constants are arguments.
       nested: how equations with jaxprs of their own are run.
+      bodies: what maps that are alike have in common, by structure and types.
       is_exact: whether values are rounded where the jaxpr rounds them, and no norm is deferred.
       defers: whether norms are deferred through products.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr, nested: Nested, *, is_exact: bool, defers: bool):
-        self.jaxpr, self.nested, self.is_exact = jaxpr, nested, is_exact
+    def __init__(self, jaxpr: core.Jaxpr, nested: Nested, bodies: dict[Hashable, Any], *, is_exact: bool, defers: bool):
+        self.jaxpr, self.nested, self.is_exact, self._bodies = jaxpr, nested, is_exact, bodies
         self.units = Units(jaxpr, is_exact=is_exact)
         self.rows, self.dtype = self.units.rows, self.units.dtype
         self.main = self.rows.main()
@@ -128,8 +130,7 @@ class Lift:
         value = self._leaf(x, shape) if x in self.arguments else self.value(x)
         if same_shape(value.shape, shape):
             return value
-        reshaped: Value = mapped(lambda array: jnp.reshape(array, shape), value, derived="reshape")
-        return reshaped
+        return self._shared(("reshape", shape), lambda array: jnp.reshape(array, shape), value, derived="reshape")
 
     def _product(self, unit: Unit) -> None:
         dot, (out,) = self.rows.dots[unit.number], unit.results
@@ -143,7 +144,8 @@ class Lift:
         self.products[unit.number] = product
         value: Value = product
         if norm is not None:
-            value = mapped(
+            value = self._shared(
+                "norm",
                 jnp.multiply,
                 product,
                 self._row_factor(norm),
@@ -191,7 +193,8 @@ class Lift:
             def transposed(array: jax.Array) -> jax.Array:
                 return jnp.transpose(array.reshape(b.aval.shape), dot.order_b).reshape(dot.matrix_b)
 
-            self._transposed[key] = mapped(transposed, self.value(b), derived="transpose")
+            shared = "transpose", b.aval.shape, dot.order_b, dot.matrix_b
+            self._transposed[key] = self._shared(shared, transposed, self.value(b), derived="transpose")
         return self._transposed[key]
 
     def _scaled(self, norm: Deferred, w: Value, *, transpose_b: bool) -> Value:
@@ -201,8 +204,8 @@ class Lift:
             key = w, column, transpose_b
             if key not in self._scaled_weights:
                 as_matrix = _as_row if transpose_b else _as_column
-                scale = mapped(as_matrix, column, derived="scale")
-                self._scaled_weights[key] = mapped(jnp.multiply, scale, w, derived="scale")
+                scale = self._shared(as_matrix, as_matrix, column, derived="scale")
+                self._scaled_weights[key] = self._shared("scaled", jnp.multiply, scale, w, derived="scale")
             w = self._scaled_weights[key]
         return w
 
@@ -213,7 +216,8 @@ class Lift:
             powers = tuple(norm.powers)
             multiply = functools.partial(_powers, powers=powers, factor=norm.factor)
             is_one = powers == (1,) and norm.factor == 1.0
-            norm.value = factors[0] if is_one else mapped(multiply, *factors, derived="rstd")
+            key = "rstd", powers, norm.factor
+            norm.value = factors[0] if is_one else self._shared(key, multiply, *factors, derived="rstd")
         return norm.value
 
     def _computed(self, x: Any) -> Value:
@@ -262,7 +266,9 @@ class Lift:
             return merged.as_value(result, known[result], rows, shape)
 
         function.__name__ = equations[-1].primitive.name
-        value: Value = mapped(function, *values, derived=function.__name__)
+        flags = dict(zip(inputs, zip(tables, masks, strict=True), strict=True))
+        key = structure(equations, inputs, [result], lambda x: (self.rows.of(x), flags.get(x)))
+        value = self._shared(key, function, *values, derived=function.__name__)
         if isinstance(value, nodes.Map) and value.is_tile:
             if self._is_read_in_float32(result):
                 value.made_of = frozenset({np.dtype(FLOAT32)})
@@ -270,6 +276,12 @@ class Lift:
                 value.made_of = frozenset({self.dtype})
         names = [e.params["name"] for e in equations if e.primitive.name == "name" and result in e.outvars]
         value.name = names[0] if names else value.name
+        return value
+
+    def _shared(self, key: Hashable, f: Callable[..., jax.Array], *inputs: Value, **options: Any) -> Value:
+        """A map of f, which is traced once for this key and these types; each time if the key is None."""
+        shared = None if key is None else (self._bodies, key)
+        value: Value = mapped(f, *inputs, shared=shared, **options)
         return value
 
     def _is_read_as_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:
@@ -290,7 +302,8 @@ class Lift:
         """A mask as a tile that an epilogue reads: of a byte each where TMA takes such rows."""
         if mask not in self._floats:
             dtype = jnp.float8_e4m3fn if same_size(mask.shape[1] % 16, 0) else self.dtype
-            self._floats[mask] = mapped(functools.partial(_rounded, dtype=dtype), mask, derived="mask")
+            rounded = functools.partial(_rounded, dtype=dtype)
+            self._floats[mask] = self._shared(("mask", dtype), rounded, mask, derived="mask")
         return self._floats[mask]
 
     def _repeated(self, x: Any, sizes: Sequence[int]) -> Value:
@@ -298,15 +311,16 @@ class Lift:
         count, rest, value = len(sizes), x.aval.shape[len(sizes) :], self.value(x)
         own = [size != 1 for size in x.aval.shape[:count]]
         is_of_heads = len(rest) > 1 and 1 in rest[:-1] and own == sorted(own)
-        lead = x.aval.shape[:count] if is_of_heads else sizes
+        lead = tuple(x.aval.shape[:count] if is_of_heads else sizes)
 
         def repeat(array: jax.Array) -> jax.Array:
             table = jnp.broadcast_to(array.reshape(x.aval.shape), (*lead, *rest))
             return table.reshape(math.prod(lead), math.prod(rest))
 
-        key = x, tuple(lead)
+        key = x, lead
         if key not in self._tables:
-            self._tables[key] = mapped(repeat, value, derived="table")
+            shared = "table", lead, rest, x.aval.shape
+            self._tables[key] = self._shared(shared, repeat, value, derived="table")
         return self._tables[key]
 
     def _is_read_in_float32(self, x: Any) -> bool:
@@ -348,17 +362,24 @@ class Lift:
 
 
 def lifted(
-    closed: core.ClosedJaxpr, name: str, nested: Nested, *, is_exact: bool, defers: bool, implementation: str
+    closed: core.ClosedJaxpr,
+    name: str,
+    nested: Nested,
+    bodies: dict[Hashable, Any],
+    *,
+    is_exact: bool,
+    defers: bool,
+    implementation: str,
 ) -> Lifted:
     """The graph of a straight jaxpr.
 
     Args:
       closed: its constants are no arguments of the graph's: there must be none.
       name: of the function.
-      nested, is_exact, defers: as in `Lift`.
+      nested, bodies, is_exact, defers: as in `Lift`.
       implementation: as in `gemm`.
     """
-    lift = Lift(closed.jaxpr, nested, is_exact=is_exact, defers=defers)
+    lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers)
     outputs = lift.run()
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
     leaves = list(lift.leaves.values())

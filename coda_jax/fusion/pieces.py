@@ -82,6 +82,7 @@ class Pieces:
 
     def __init__(self, options: Options):
         self.options, self.made = options, list[Piece]()
+        self._bodies: dict[Hashable, Any] = {}  # of maps of all pieces
 
     def function(self, closed: core.ClosedJaxpr, name: str, *, is_outer: bool = False) -> Function:
         """A jaxpr, fused, as a function of its constants and its arguments; is_outer: whether it is no body."""
@@ -131,6 +132,7 @@ class Pieces:
                 flat,
                 name,
                 Nested(self.function),
+                self._bodies,
                 is_exact=self.options.is_exact,
                 defers=defers,
                 implementation=self.options.implementation,
@@ -208,7 +210,10 @@ class _Segments:
 
 def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     """Why a piece is not fused; empty if it is."""
-    multiplied = [x for e in dots_in(jaxpr).values() for x in (*e.invars, *e.outvars)]
+    dots = dots_in(jaxpr).values()
+    if not dots:
+        return "it has no product outside of its bodies"
+    multiplied = [x for e in dots for x in (*e.invars, *e.outvars)]
     if any(same_size(size, 0) for x in multiplied for size in x.aval.shape):
         return "a product of it is empty"
     if varying_axes(*arrays):

@@ -15,7 +15,7 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,8 @@ def cotangents_of(
         if cotangent is not None:
             terms[output].append(cotangent)
     order = reachable(outputs)
-    inner = _InnerProducts(order, outputs)
+    bodies: dict[Hashable, Any] = {}
+    inner = _InnerProducts(order, outputs, bodies)
     varies: set[Value] = {leaf for leaf in leaves if leaf.has_cotangent}
     for value in order:
         if not varies.isdisjoint(_with_cotangents(value)):
@@ -68,14 +69,14 @@ def cotangents_of(
     for group in reversed(_together(order)):
         ys = [y for y in group if y in varies and is_float(y.dtype) and terms[y] and not isinstance(y, Leaf)]
         if ys:
-            dys = [_total(terms[y]) for y in ys]
+            dys = [_total(terms[y], bodies) for y in ys]
             for y, dy in zip(ys, dys, strict=True):
                 inner.cotangents[y] = dy
                 _liken(dy, y)
             for x, dx in _input_cotangents(ys, dys, varies, inner):
                 if x in varies and dx is not None:
                     terms[x].append(dx)
-    return [_total(terms[leaf]) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
+    return [_total(terms[leaf], bodies) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
 
 
 def _liken(dy: Value, y: Value) -> None:
@@ -92,11 +93,13 @@ def _with_cotangents(value: Value) -> Sequence[Value]:
     return value.inputs if scales is None or scales.history is None else (*value.inputs, scales.history)
 
 
-def _total(cotangents: Sequence[Value]) -> Value:
+def _total(cotangents: Sequence[Value], bodies: dict[Hashable, Any]) -> Value:
     """Their sum, in the order in which they were found: that of the users from the last to the first."""
     if len(cotangents) == 1:
         return cotangents[0]
-    total: Value = mapped(lambda *xs: functools.reduce(operator.add, xs), *cotangents, derived="add")
+    total: Value = mapped(
+        lambda *xs: functools.reduce(operator.add, xs), *cotangents, derived="add", shared=(bodies, "add")
+    )
     return total
 
 
@@ -167,11 +170,14 @@ def _map_cotangents(
 ) -> Iterable[tuple[Value, Value | None]]:
     """The cotangents of one function's inputs, of all its results together."""
     order = sorted(zip(ys, dys, strict=True), key=lambda pair: pair[0].index)
-    jaxpr, inputs = ys[0].origin.with_results([y.index for y in ys])
-    differentiated = [x in varies and is_float(x.dtype) for x in inputs]
-    pulled_back = functools.partial(_pulled_back, jaxpr, differentiated)
+    body, inputs = ys[0].origin.with_results([y.index for y, _ in order])
+    differentiated = tuple(x in varies and is_float(x.dtype) for x in inputs)
     input_cotangents = mapped(
-        pulled_back, *map(recovered, inputs), *(dy for _, dy in order), derived=f"{ys[0].origin.name} backward"
+        functools.partial(_pulled_back, body.jaxpr, differentiated),
+        *map(recovered, inputs),
+        *(dy for _, dy in order),
+        derived=f"{ys[0].origin.name} backward",
+        shared=(body.derived, ("cotangents", differentiated)),
     )
     return zip(itertools.compress(inputs, differentiated), _without_zeros(input_cotangents), strict=True)
 
@@ -186,8 +192,9 @@ class _InnerProducts:
       cotangents: of the values that have been reached.
     """
 
-    def __init__(self, order: Sequence[Value], outputs: Sequence[Value]):
+    def __init__(self, order: Sequence[Value], outputs: Sequence[Value], bodies: dict[Hashable, Any]):
         self.cotangents: dict[Value, Value] = {}
+        self._bodies = bodies
         self._outputs, self._users = frozenset(outputs), defaultdict[Value, list[Value]](list)
         for value in order:
             for x in dict.fromkeys(value.inputs):
@@ -199,8 +206,9 @@ class _InnerProducts:
         if x not in self._outputs and users and all(_is_linear(y, x) for y in users):
             terms = [self.along_rows(y) for y in users if y in self.cotangents]
             if terms:
-                return _total(terms)
-        inner: Value = mapped(inner_product, recovered(x), dx, derived="inner product")
+                return _total(terms, self._bodies)
+        shared = self._bodies, "inner product"
+        inner: Value = mapped(inner_product, recovered(x), dx, derived="inner product", shared=shared)
         return inner
 
 
@@ -216,9 +224,8 @@ def _is_linear(y: Value, x: Value) -> bool:
 def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value | None]:
     pullback = y.pullback
     assert pullback is not None
-    absent: list[bool] = []
 
-    def present(*arrays: jax.Array) -> list[jax.Array]:
+    def pulled_back(*arrays: jax.Array) -> list[jax.Array | None]:
         found, name = pullback(*arrays), y.origin.name
         if not isinstance(found, tuple | list) or len(found) != len(y.inputs):
             gives = f"{len(found)} cotangents" if isinstance(found, tuple | list) else f"a {type(found).__name__}"
@@ -230,11 +237,17 @@ def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value |
                 raise TypeError(
                     f"pullback of map '{name}': cotangent {i} has shape {jnp.shape(x)}; its input has {primal.shape}"
                 )
-        absent[:] = [x is None for x in found]
-        return [x for x in found if x is not None]
+        return list(found)
 
-    remaining = iter(mapped(present, *map(recovered, (y, *y.inputs)), dy, *beside, derived=f"{y.origin.name} backward"))
-    return [None if is_absent else next(remaining) for is_absent in absent]
+    input_cotangents: list[Value | None] = mapped(
+        pulled_back,
+        *map(recovered, (y, *y.inputs)),
+        dy,
+        *beside,
+        derived=f"{y.origin.name} backward",
+        shared=(y.body.derived, "cotangents"),
+    )
+    return input_cotangents
 
 
 def _pulled_back(jaxpr: core.ClosedJaxpr, differentiated: Sequence[bool], *arrays: jax.Array) -> list[Any]:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +69,7 @@ class Plan:
       leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
       epilogues: a cache for the function that runs the plan, by the step's number.
+      traces: another, of the traces of epilogues, by what they compute.
     """
 
     def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
@@ -82,6 +83,7 @@ class Plan:
         self._halves: dict[int, set[bool | None]] = {}  # whether maps that joined take columns apart as halves
         self.too_long: set[Value] = set()
         self.epilogues: dict[int, Callable[..., Any]] = {}
+        self.traces: dict[Hashable, dict[Any, Any]] = {}
         self.place: dict[Value, Place] = {}
         for value in order:
             has_halves(value)
@@ -368,23 +370,26 @@ def is_of_rows(value: Value) -> bool:
 
 def program_beside(value: Map, shape: tuple[Any, ...]) -> Program | None:
     """The program of an epilogue that is this map, beside a product of this shape; None if there is none."""
-    if shape not in value.programs:
-        value.programs[shape] = _traced(value, shape)
-    program: Program | str = value.programs[shape]
+    program = _program_or_reason(value, shape)
     return None if isinstance(program, str) else program
 
 
 def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
     """Why there is no such epilogue; empty if there is one."""
-    program_beside(value, shape)
-    reason = value.programs[shape]
+    reason = _program_or_reason(value, shape)
     return reason if isinstance(reason, str) else ""
 
 
-def _traced(value: Map, shape: tuple[Any, ...]) -> Program | str:
+def _program_or_reason(value: Map, shape: tuple[Any, ...]) -> Program | str:
     if value.is_pass:
         return "no kernel's epilogue can make it"
-    types, row_flags = [x.type for x in value.inputs], list(map(is_of_rows, value.inputs))
+    row_flags = tuple(map(is_of_rows, value.inputs))
+    found: Program | str = value.body.once(("program", shape, row_flags), lambda: _traced(value, shape, row_flags))
+    return found
+
+
+def _traced(value: Map, shape: tuple[Any, ...], row_flags: Sequence[bool]) -> Program | str:
+    types = [x.type for x in value.inputs]
     acc_index = next((i for i, x in enumerate(types) if x.shape == shape and x.dtype == FLOAT32), -1)
 
     def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -171,7 +171,7 @@ class _Run:
         a, b = self._factors(of, spec)
         operands = {x: self._alongside(of, x, self._as_operand(x, spec, b)) for x in self.plan.operands(step)}
         if step not in self.plan.epilogues:
-            self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores)
+            self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores, self.plan.traces)
         return (
             a if step else _with_first(a, self.telling),
             b,
@@ -300,8 +300,14 @@ class _Run:
         return (*rows, *columns[:-1], 2, columns[-1] // 2) if has_halves(value) else (*rows, *columns)
 
 
-def _epilogue(name: str, product: Product, operands: Sequence[Value], stores: Sequence[Value]) -> Callable[..., Any]:
-    """A function of the product and of these operands that gives what is stored."""
+def _epilogue(
+    name: str,
+    product: Product,
+    operands: Sequence[Value],
+    stores: Sequence[Value],
+    traces: dict[Hashable, dict[Any, Any]],
+) -> Callable[..., Any]:
+    """A function of the product and of these operands that gives what is stored; it shares the traces of its likes."""
 
     def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         values: dict[Value, jax.Array] = {product: acc}
@@ -310,8 +316,22 @@ def _epilogue(name: str, product: Product, operands: Sequence[Value], stores: Se
         return [_made(value, values) for value in stores]
 
     epilogue.__name__ = name
-    epilogue.traced = {}  # type: ignore[attr-defined]  # it closes over no array
+    key = _structure(product, operands, stores)
+    epilogue.traced = traces.setdefault(key, {})  # type: ignore[attr-defined]  # it closes over no array
     return epilogue
+
+
+def _structure(product: Product, operands: Sequence[Value], stores: Sequence[Value]) -> Hashable:
+    """A key that is equal for epilogues that compute the same."""
+    known = [product, *operands]
+    numbers = {value: i for i, value in enumerate(known)}
+    made: list[Hashable] = [tuple(is_of_rows(x) for x in operands)]
+    for value in reachable(stores, known):
+        if value not in numbers:
+            numbers[value] = len(numbers)
+            function = value.body if isinstance(value, Map) else type(value)
+            made.append((function, tuple(numbers[x] for x in value.inputs)))
+    return tuple(made), tuple(numbers[x] for x in stores)
 
 
 def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -161,34 +161,66 @@ class Product(Value):
         self.has_one_row = a.has_one_row and not transpose_a
 
 
+class Body:
+    """A traced function of arrays as maps see them. Functions of values that are made alike share one.
+
+    So what equal layers have in common is traced once: functions, their derivatives, and epilogues.
+
+    Attributes:
+      jaxpr: the function.
+      tree: the structure of its results.
+      derived: what was derived of it; a key begins with a word that says what that is.
+    """
+
+    def __init__(self, jaxpr: core.ClosedJaxpr, tree: Any):
+        self.jaxpr, self.tree = jaxpr, tree
+        self.derived: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The result of `make`, which is called once for each key."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
+
+    def with_results(self, indices: Sequence[int]) -> tuple[Body, Sequence[bool]]:
+        """The function with these results alone, of the arguments that it reads, and which these are."""
+
+        def make() -> tuple[Body, Sequence[bool]]:
+            flags = [i in indices for i in range(len(self.jaxpr.out_avals))]
+            jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, flags)
+            return Body(core.ClosedJaxpr(jaxpr, self.jaxpr.consts), jax.tree.structure([0] * sum(flags))), used
+
+        made: tuple[Body, Sequence[bool]] = self.once(("results", tuple(indices)), make)
+        return made
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
     """A function of values, with several results.
 
     Attributes:
-      jaxpr: of the inputs as maps see them.
+      body: of the inputs as maps see them.
       inputs: the values.
       name: for messages.
       is_stated: whether an author wrote it; else it is derived.
     """
 
-    jaxpr: core.ClosedJaxpr
+    body: Body
     inputs: tuple[Value, ...]
     name: str = "map"
     is_stated: bool = True
 
-    def with_results(self, indices: Sequence[int]) -> tuple[core.ClosedJaxpr, list[Value]]:
-        """The jaxpr with these results alone, and the inputs that it reads."""
-        flags = [i in indices for i in range(len(self.jaxpr.out_avals))]
-        jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr.jaxpr, flags)
-        return core.ClosedJaxpr(jaxpr, self.jaxpr.consts), list(itertools.compress(self.inputs, used))
+    def with_results(self, indices: Sequence[int]) -> tuple[Body, list[Value]]:
+        """The body with these results alone, and the inputs that it reads."""
+        body, used = self.body.with_results(indices)
+        return body, list(itertools.compress(self.inputs, used))
 
 
 class Map(Value):
     """One result of a function of values.
 
     Attributes:
-      jaxpr: the function, of `inputs` as maps see them.
+      body: the function, of `inputs` as maps see them.
       pullback: a derivative that replaces JAX's own; None for JAX's.
       function: of a map with a pullback, of arrays; None for another, which is its jaxpr.
       takes_inner: whether the pullback has one argument more, the last: (M, 1), sum_j y[:, j] dy[:, j].
@@ -196,12 +228,11 @@ class Map(Value):
       index: among these.
       is_pass: no epilogue makes it, though the language has one.
       is_weight: true of `kept_weight`.
-      programs: its program as an epilogue, or why there is none, by the product's shape; a cache of the plans'.
     """
 
     def __init__(
         self,
-        jaxpr: core.ClosedJaxpr,
+        body: Body,
         inputs: Sequence[Value],
         pullback: Pullback | None = None,
         origin: Function | None = None,
@@ -210,33 +241,35 @@ class Map(Value):
         takes_inner: bool = False,
         function: Callable[..., Any] | None = None,
     ):
-        (out,) = jaxpr.out_avals
+        (out,) = body.jaxpr.out_avals
         super().__init__(out.shape, out.dtype)
-        self.jaxpr, self.inputs, self.pullback = jaxpr, tuple(inputs), pullback
+        self.body, self.inputs, self.pullback = body, tuple(inputs), pullback
         self.takes_inner, self.function = takes_inner, function
         self.has_one_row = any(x.has_one_row for x in inputs) and self.shape[:1] == (1,)
-        self.origin, self.index = Function(jaxpr, self.inputs) if origin is None else origin, index
+        self.origin, self.index = Function(body, self.inputs) if origin is None else origin, index
         self.made_of = _made_of(self, [x for x in inputs if is_float(x.dtype) and not is_of_8_bits(x.dtype)])
-        self.programs: dict[tuple[Any, ...], Any] = {}
         self.is_pass = self.is_weight = False
-        self._backward: core.ClosedJaxpr | None = None
-        self._primal: tuple[core.ClosedJaxpr, list[bool]] | None = None
+
+    @property
+    def jaxpr(self) -> core.ClosedJaxpr:
+        return self.body.jaxpr
 
     def primal(self) -> tuple[core.ClosedJaxpr, list[bool]]:
         """The function without its pullback, of the inputs that it reads, and which these are."""
-        if self._primal is None:
-            self._primal = opened_jaxpr(self.jaxpr)
-        return self._primal
+        primal: tuple[core.ClosedJaxpr, list[bool]] = self.body.once(("primal",), lambda: opened_jaxpr(self.jaxpr))
+        return primal
 
     def backward(self) -> core.ClosedJaxpr:
         """The pullback as a jaxpr, from the result, the inputs and the result's cotangent to the inputs' cotangents."""
-        if self._backward is None:
-            assert self.pullback is not None
-            rule = backward_of(self.pullback, self.takes_inner)
-            types = [self.type, *(x.type for x in self.inputs)]
-            with default_types():
-                self._backward = jax.make_jaxpr(lambda *arrays: rule(arrays[:-1], arrays[-1]))(*types, self.type)
-        return self._backward
+        backward: core.ClosedJaxpr = self.body.once(("pullback",), self._traced_pullback)
+        return backward
+
+    def _traced_pullback(self) -> core.ClosedJaxpr:
+        assert self.pullback is not None
+        rule = backward_of(self.pullback, self.takes_inner)
+        types = [self.type, *(x.type for x in self.inputs)]
+        with default_types():
+            return jax.make_jaxpr(lambda *arrays: rule(arrays[:-1], arrays[-1]))(*types, self.type)
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
         """The result for the arrays of its inputs, as maps see them."""
@@ -280,6 +313,7 @@ def mapped(
     captured: Callable[[jax.Array], Value] | None = None,
     takes_inner: bool = False,
     derived: str = "",
+    shared: tuple[dict[Hashable, Any], Hashable] | None = None,
 ) -> Any:
     """f(*inputs): a value for each array that f returns, in the structure that it has.
 
@@ -291,36 +325,47 @@ def mapped(
       takes_inner: as in `Map`.
       derived: a name, where no author wrote f.
       captured: makes an input of a traced array that f closes over.
+      shared: a table of bodies, and the key of this one beside the inputs' types: f is traced if the table has none.
 
     Raises:
       TypeError: f closes over an array that is traced elsewhere; a pullback of several results.
     """
     name = getattr(f, "__name__", type(f).__name__).strip("<>")
-    trees: list[Any] = []
-
     function = f if pullback is None else with_pullback(f, pullback, takes_inner)
-
-    def flat(*arrays: jax.Array) -> list[Any]:
-        leaves, tree = jax.tree.flatten(function(*arrays))
-        trees.append(tree)
-        return leaves
-
-    closed = make_jaxpr(flat, [value.type for value in inputs], name)
+    types = [value.type for value in inputs]
+    if shared is None:
+        body = _body(function, types, name)
+    else:
+        table, key = shared
+        key = key, tuple((x.shape, x.dtype) for x in types)
+        body = table.get(key) or table.setdefault(key, _body(function, types, name))
+    closed = body.jaxpr
     if has_captured(closed) if captured is not None else any(isinstance(x, jax.core.Tracer) for x in closed.consts):
         if captured is None or pullback is not None:
             raise TypeError(f"map '{name}' closes over an array; give it as an operand of the map")
         inputs = (*map(captured, closed.consts), *inputs)
-        closed = without_constants(closed)
+        body = Body(without_constants(closed), body.tree)
     count = len(closed.out_avals)
-    if pullback is not None:
-        if count != 1:
-            raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
-        origin = Function(closed, tuple(inputs), derived or name, not derived)
-        flat_function = functools.partial(_leaves, function)
-        one = Map(closed, inputs, pullback, origin, takes_inner=takes_inner, function=flat_function)  # of all inputs
-        return jax.tree.unflatten(trees[-1], [one])
-    origin = Function(closed, tuple(inputs), derived or name, not derived)
-    return jax.tree.unflatten(trees[-1], [_result(origin, i) for i in range(count)])
+    origin = Function(body, tuple(inputs), derived or name, not derived)
+    if pullback is None:
+        return jax.tree.unflatten(body.tree, [_result(origin, i) for i in range(count)])
+    if count != 1:
+        raise TypeError(f"map '{name}' has a pullback and {count} results; a pullback is of one")
+    flat_function = functools.partial(_leaves, function)
+    one = Map(body, inputs, pullback, origin, takes_inner=takes_inner, function=flat_function)  # of all inputs
+    return jax.tree.unflatten(body.tree, [one])
+
+
+def _body(f: Callable[..., Any], types: Sequence[Any], name: str) -> Body:
+    trees: list[Any] = []
+
+    def flat(*arrays: jax.Array) -> list[Any]:
+        leaves, tree = jax.tree.flatten(f(*arrays))
+        trees.append(tree)
+        return leaves
+
+    closed = make_jaxpr(flat, types, name)
+    return Body(closed, trees[-1])
 
 
 def kept_weight(w: Value) -> Value:
@@ -337,11 +382,12 @@ def has_captured(closed: core.ClosedJaxpr) -> bool:
 
 def _result(origin: Function, index: int) -> Value:
     """One result, as a map of the inputs that it depends on; the input itself where it is one."""
-    closed, inputs = origin.with_results([index])
-    (out,) = closed.jaxpr.outvars
-    if out in closed.jaxpr.invars:
-        return inputs[closed.jaxpr.invars.index(out)]
-    return Map(closed, inputs, origin=origin, index=index)
+    body, inputs = origin.with_results([index])
+    jaxpr = body.jaxpr.jaxpr
+    (out,) = jaxpr.outvars
+    if out in jaxpr.invars:
+        return inputs[jaxpr.invars.index(out)]
+    return Map(body, inputs, origin=origin, index=index)
 
 
 def _leaves(f: Callable[..., Any], *arrays: jax.Array) -> list[Any]:

@@ -142,9 +142,12 @@ def _axis(flag: bool) -> int | None:
     return 0 if flag else None
 
 
+_traced_form = jax.jit(xla_form, static_argnames=("spec",))  # equal products are traced once
+
+
 def _types(*avals: Any, spec: GemmSpec) -> list[Any]:
     # Through JAX's own typing, so that shardings and the mesh axes over which a result varies are kept.
-    return types_of(functools.partial(xla_form, spec=spec), *avals)
+    return types_of(functools.partial(_traced_form, spec=spec.replace(name="")), *avals)
 
 
 for _primitive in PRIMITIVES:
