@@ -76,7 +76,7 @@ bench: $(STAMPS)/bench
 bench-%: $(STAMPS)/bench # train_step, family_step, fused_models, layer, loss_head, loss_curve, launch, plots
 	$(RUN) -m benchmarks.$* $(ARGS)
 
-lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, between_kernels, host_launch, load_memory, schedule
+lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, joined, between_kernels, host_launch, load_memory, schedule
 	$(RUN) -m benchmarks.lab.$* $(ARGS)
 
 report: $(STAMPS)/bench # benchmarks/REPORT.md, its pictures and the README's table, from benchmarks/results

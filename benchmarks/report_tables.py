@@ -328,6 +328,26 @@ def dropout(rows: Sequence[Row]) -> str:
     return text + table(["M, N, K", "variant", "us", "over the product"], lines)
 
 
+def joined(rows: Sequence[Row]) -> str:
+    first = rows[0]
+    text = (
+        f"{first['layers']} Llama blocks under `coda.fuse`, {first['batch']} x {first['length']} tokens, width "
+        f"{first['width']}, hidden {first['hidden']}, {first['dtype']}: value and gradient, with weights of products "
+        "that read the same array apart, and joined. Every variant has parameters and gradients as it wants them; "
+        "*copied*: the step joins those that are apart, and parts the gradients. *Saved*: median and quartiles of "
+        "the rounds. *MB* of the products and passes, by `coda.explain`.\n\n"
+    )
+    lines = []
+    for row in (row for row in rows if row["kind"] == "step"):
+        saved, low, high = (f"{number(row, f'saved_{name}us'):.0f}" for name in ("", "low_", "high_"))
+        parts = (f"{number(row, f'{part}_ms'):.2f}" for part in ("forward", "backward", "attention", "rest"))
+        moved = (f"{number(row, f'{part}_mb'):.0f}" for part in ("forward", "backward", "passes", "kept"))
+        name = row["variant"].replace("_", ", " if row["variant"].endswith("copied") else " and ")
+        lines.append([name, row["products"], f"{number(row, 'ms'):.2f}", f"{saved} ({low} to {high})", *parts, *moved])
+    columns = ["joined", "products", "ms", "saved, us", "products forward, ms", "backward", "attention", "rest"]
+    return text + table([*columns, "forward, MB", "backward", "passes", "kept"], lines)
+
+
 def energy_step(rows: Sequence[Row]) -> str:
     text = "Joules of all executions in a training step of the Llama-3-1B above, each product alone.\n\n"
     names = ("xla_product", "bare", "fused")

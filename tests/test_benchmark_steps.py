@@ -18,7 +18,8 @@ from benchmarks import (
     timing,
     train_step,
 )
-from benchmarks.lab import schedule
+from benchmarks.lab import joined, schedule
+from benchmarks.report_tables import joined as table_of_joined
 from benchmarks.report_tables import training_step
 from benchmarks.variants import UNROLLED, step
 
@@ -231,6 +232,36 @@ def test_a_wrong_fused_model(tmp_path, monkeypatch, quick_to_compile):
     assert fused_models.main([*FUSED, "--models", "bert", "gpt2", f"--out={tmp_path}"]) == 1
     failures = [row["failure"] for row in rows_in(tmp_path) if row["kind"] == "step"]
     assert failures[0] == "wrong: ValueError: no such sizes" and not failures[1] and "gradients differ" in failures[2]
+
+
+def test_joined(tmp_path, monkeypatch, quick_to_compile):
+    """Every layout of the weights is right and timed; one with a wrong gradient fails."""
+    options = ["--tiny", "--layers=1", "--rounds=2", "--seconds=0", f"--out={tmp_path}", "--commit=none"]
+    assert joined.main(options) == 0
+    steps = steps_in(tmp_path)
+    assert steps.keys() == joined.LAYOUTS.keys()
+    assert all(float(step["ms"]) > 0 and float(step["gradient_distance"]) < 1e-5 for step in steps.values())
+    assert "| both, copied |" in table_of_joined(rows_in(tmp_path))
+    right = joined.parted
+    monkeypatch.setattr(joined, "parted", lambda w, sizes: right(w, sizes) | ({"q": w["q"] / 2} if "q" in w else {}))
+    with pytest.raises(AssertionError, match="qkv: wrong: gradients differ"):
+        joined.main(options)
+
+
+def test_joined_counts(capsys, tmp_path):
+    """Each join takes away products forward, and twice as many backward; copies are passes."""
+    assert joined.main(["--explain", "--layers=1", f"--out={tmp_path}"]) == 0 and not [*tmp_path.iterdir()]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert {name: int(count) for name, count, *_ in lines} == {
+        "separate": 21,
+        "gate_up": 18,
+        "qkv": 15,
+        "both": 12,
+        "both_copied": 12,
+    }
+    kept, moved = ({line[0]: float(line[i]) for line in lines} for i in (6, 5))
+    assert len({kept[name] for name in ("separate", "gate_up", "qkv", "both")}) == 1
+    assert moved["both_copied"] > moved["both"] + 200 and abs(moved["gate_up"] - moved["separate"]) < 1
 
 
 def halved(function, name):
