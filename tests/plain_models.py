@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-BATCH, LENGTH, WIDTH, HEADS, HIDDEN = 2, 24, 64, 4, 96
+BATCH, LENGTH, WIDTH, HEADS, HIDDEN = 2, 96, 64, 4, 96  # with enough rows that norms are deferred
 
 
 class Weights:

@@ -174,7 +174,7 @@ def of_sums_over_rows(up, down, x):
 
 
 def of_a_cast_table(up, down, x):
-    return jnp.tanh((x @ up) * (jnp.arange(24.0) / 8).reshape(1, 24, 1).astype(jnp.bfloat16)) @ down
+    return jnp.tanh((x @ up) * (jnp.arange(x.shape[1]) / 8).reshape(1, -1, 1).astype(jnp.bfloat16)) @ down
 
 
 def of_heads_in_front(up, down, x):
@@ -492,7 +492,11 @@ def test_a_report_names_lines_epilogues_and_reasons():
 
 @pytest.mark.parametrize(
     "options, error, words",
-    [({"memory": "least"}, ValueError, "'same' or None"), ({"implementation": "fast"}, ValueError, "implementation")],
+    [
+        ({"memory": "least"}, ValueError, "'same' or None"),
+        ({"implementation": "fast"}, ValueError, "implementation"),
+        ({"defer_norms": "always"}, ValueError, "True, False or None"),
+    ],
 )
 def test_bad_options_are_refused(options, error, words):
     with pytest.raises(error, match=words):

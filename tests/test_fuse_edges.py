@@ -299,3 +299,34 @@ def test_equations_that_differ_in_a_number_are_not_alike():
     for got, want in zip(jax.tree.leaves(coda.fuse(f)(w, x)), jax.tree.leaves(f(w, x)), strict=True):
         assert largest_error(got, want) < 1e-5
         assert np.array_equal(jnp.signbit(got), jnp.signbit(want))
+
+
+@pytest.mark.parametrize("length, deferred", [(64, 0), (4096, 1), (16384, 2)])
+def test_norms_are_deferred_where_that_moves_fewer_bytes(length, deferred):
+    types = jax.eval_shape(lambda: plain_models.weights(jnp.bfloat16, width=2048, hidden=8192))
+    loss = plain_models.loss_of(plain_models.PLAIN["llama"])
+    args = types, jax.ShapeDtypeStruct((1, length, 2048), jnp.bfloat16)
+    found, moved = {}, {}
+    for defers in (None, True, False):
+        f = coda.fuse(loss, defer_norms=defers)
+        explained = coda.explain(jax.value_and_grad(f, (0, 1)), *args, platform="cuda", device="H100")
+        products = sum(count * one.cost.bytes for one, count in explained.products.items() if one.cost)
+        moved[defers] = explained.totals.passes_bytes + products
+        (piece,) = f.pieces.made
+        values = reachable(piece.lifted.graph.outputs)
+        found[defers] = sum(x.origin.name == "norm" for x in values if isinstance(x, Map))
+    q, gate = 3, 2  # the products that read the first norm, and the second
+    assert found == {None: (0, q, q + gate)[deferred], True: q + gate, False: 0}
+    assert moved[None] <= min(moved[True], moved[False])
+
+
+def test_weights_in_float32_are_cast_in_any_case():
+    types = jax.eval_shape(lambda: plain_models.weights(jnp.float32, width=2048, hidden=8192))
+
+    def loss(w, x):
+        return plain_models.loss_of(plain_models.PLAIN["llama"])(jax.tree.map(lambda x: x.astype(jnp.bfloat16), w), x)
+
+    f = coda.fuse(loss)
+    jax.eval_shape(f, types, jax.ShapeDtypeStruct((1, 8192, 2048), jnp.bfloat16))
+    (piece,) = f.pieces.made
+    assert sum(x.origin.name == "norm" for x in reachable(piece.lifted.graph.outputs) if isinstance(x, Map)) == 5

@@ -38,7 +38,7 @@ DOORS = {
     "grad(fuse)": lambda loss: with_gradients(coda.fuse(loss)),
     "fuse(grad)": lambda loss: coda.fuse(with_gradients(loss)),
     "exact": lambda loss: with_gradients(coda.fuse(loss, exact=True)),
-    "memory=None": lambda loss: with_gradients(coda.fuse(loss, memory=None)),
+    "memory=None": lambda loss: with_gradients(coda.fuse(loss, memory=None, defer_norms=True)),
 }
 
 

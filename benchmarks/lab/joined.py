@@ -40,7 +40,7 @@ from flax_layers import LlamaConfig
 
 
 class Layout(NamedTuple):
-    """Which weights of a layer are one array, and whether the step makes it of several."""
+    """The weights of a layer that are one array, and whether the step makes it of several."""
 
     gate_up: bool = False
     qkv: bool = False
@@ -139,7 +139,7 @@ def check(measured: Sequence[Measured], sizes: Sizes, dtype: str) -> None:
 
 
 def counted(sizes: Sizes, arguments: tuple[Any, ...], device: str) -> Iterator[dict[str, Any]]:
-    """What `coda.explain` counts of each layout, by the shapes of its arguments."""
+    """The counts of `coda.explain` for each layout, by the shapes of its arguments."""
     for name, function in functions(sizes).items():
         if name not in LAYOUTS:
             continue

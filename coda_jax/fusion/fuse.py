@@ -157,6 +157,8 @@ def fuse(
     /,
     *,
     exact: bool = False,
+    defer_norms: bool | None = None,
+    chunk_losses: bool = True,
     memory: str | None = "same",
     check: bool = False,
     implementation: str = "auto",
@@ -169,8 +171,8 @@ def fuse(
     f is traced, as by jax.jit, before it is differentiated. Its products of matrices become kernels. What stands behind
     them runs in their epilogues where it is local to tiles: biases, activations, gates, rotations of heads, residuals,
     the sums of norms. So does the derivative of all that, which is derived of the same graph. An RMSNorm that products
-    alone read is applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map are
-    fused each by itself. All the rest runs as it is: attention, gathers, functions with a custom_vjp.
+    alone read may be applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map
+    are fused each by itself. All the rest runs as it is: attention, gathers, functions with a custom_vjp.
 
     As under jax.jit, f's Python code runs once for each signature: the types of the arrays, and the values of all other
     arguments; and in each call where it closes over arrays of JAX, or reads them of an argument that is no pytree.
@@ -181,8 +183,11 @@ def fuse(
     Args:
       f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays, that
         changes the structure of an argument, or a module that it closes over, is called as it is.
-      exact: round where f rounds, to 16 bits after each operation, and defer no norm. By default values stay float32
-        within an epilogue, as in a fusion of XLA's.
+      exact: round where f rounds, to 16 bits after each operation, defer no norm and chunk no loss. By default values
+        stay float32 within an epilogue, as in a fusion of XLA's.
+      defer_norms: apply an RMSNorm that products alone read behind them. None: where that moves fewer bytes, which
+        takes about as many rows as the products have columns together. Sizes are those of f's arrays, of all devices.
+      chunk_losses: compute a loss over a vocabulary in chunks, by `coda.linear_cross_entropy` or `coda.token_logprobs`.
       memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.
       check: compute f and its gradient as JAX does too, in each call, and raise if they differ by more than 1e-3, or
         5e-2 for floats of 16 bits and 2e-1 of 8, relative to the array's norm.
@@ -198,13 +203,24 @@ def fuse(
       NotImplementedError: jax.jvp, jax.jacfwd or jax.linearize of what is returned.
     """
     if f is None:
-        return functools.partial(fuse, exact=exact, memory=memory, check=check, implementation=implementation)
+        return functools.partial(
+            fuse,
+            exact=exact,
+            defer_norms=defer_norms,
+            chunk_losses=chunk_losses,
+            memory=memory,
+            check=check,
+            implementation=implementation,
+        )
     check_implementation("fuse", implementation)
     if not callable(f):
         raise TypeError(f"fuse: f = {f!r}; it must be a function")
     if memory not in ("same", None):
         raise ValueError(f"fuse: memory = {memory!r}; it must be 'same' or None")
-    return Fused(f, Options(bool(exact), memory, implementation), is_checked=bool(check))
+    if defer_norms not in (True, False, None):
+        raise ValueError(f"fuse: defer_norms = {defer_norms!r}; it must be True, False or None")
+    options = Options(bool(exact), defer_norms, bool(chunk_losses), memory, implementation)
+    return Fused(f, options, is_checked=bool(check))
 
 
 def _report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.alike import structure
-from coda_jax.fusion.defer import Deferred, deferred
+from coda_jax.fusion.defer import Deferred, deferred, saves_bytes
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
@@ -54,16 +54,18 @@ class Lift:
       nested: how equations with jaxprs of their own are run.
       bodies: what maps that are alike have in common, by structure and types.
       is_exact: whether values are rounded where the jaxpr rounds them, and no norm is deferred.
-      defers: whether norms are deferred through products.
+      defers: whether norms are deferred through products; None: each where that saves bytes.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr, nested: Nested, bodies: dict[Hashable, Any], *, is_exact: bool, defers: bool):
+    def __init__(
+        self, jaxpr: core.Jaxpr, nested: Nested, bodies: dict[Hashable, Any], *, is_exact: bool, defers: bool | None
+    ):
         self.jaxpr, self.nested, self.is_exact, self._bodies = jaxpr, nested, is_exact, bodies
         self.units = Units(jaxpr, is_exact=is_exact)
         self.rows, self.dtype = self.units.rows, self.units.dtype
         self.main = self.rows.main()
         self.merged = Merged(self.rows.counts, is_exact)
-        self.defers = defers and not is_exact and not has_narrow_range(self.dtype)
+        self.defers = False if is_exact or has_narrow_range(self.dtype) else defers
         self.values: dict[Any, Value] = {}
         self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
         self.products: dict[int, Product] = {}
@@ -162,15 +164,17 @@ class Lift:
     def _deferred_factor(self, dot: Dot) -> Deferred | None:
         """The norm that the first factor is, if products alone read it."""
         a = self.units.uncast(dot.a)
-        if not self.defers or dot.transpose_a or self.rows.of(a) != dot.rows_a:
+        if self.defers is False or dot.transpose_a or self.rows.of(a) != dot.rows_a:
             return None
         if a not in self._deferred:
-            found = deferred(a, self.units) if self._is_factor_alone(a) else None
-            self._deferred[a] = found
+            products = self._products_alone(a)
+            is_tried = bool(products) and (self.defers or saves_bytes(products, self.units))
+            self._deferred[a] = deferred(a, self.units) if is_tried else None
         return self._deferred[a]
 
-    def _is_factor_alone(self, a: Any) -> bool:
-        """True if products that sum over its columns alone read this variable, directly or as a cast."""
+    def _products_alone(self, a: Any) -> list[Dot]:
+        """The products that sum over a variable's columns, if these alone read it, directly or as a cast; else none."""
+        found: list[Dot] = []
         open_ = [a]
         while open_:
             x = open_.pop()
@@ -179,8 +183,10 @@ class Lift:
                 if kind == "cast":
                     open_ += self.jaxpr.eqns[j].outvars
                 elif kind != "product" or self.rows.dots[j].a is not x or self.rows.dots[j].transpose_a:
-                    return False
-        return True
+                    return []
+                else:
+                    found.append(self.rows.dots[j])
+        return found
 
     def _second_factor(self, dot: Dot) -> Value:
         """The second factor as a matrix; a weight that is summed over axes in its middle is transposed first."""
@@ -242,7 +248,7 @@ class Lift:
         return (
             bool(readers)
             and all(self._deferred_factor(self.rows.dots[j]) for j in readers)
-            and self._is_factor_alone(x)
+            and bool(self._products_alone(x))
         )
 
     def _mapped(self, equations: Sequence[Equation], inputs: Sequence[Any], result: Any) -> Value:
@@ -368,7 +374,7 @@ def lifted(
     bodies: dict[Hashable, Any],
     *,
     is_exact: bool,
-    defers: bool,
+    defers: bool | None,
     implementation: str,
 ) -> Lifted:
     """The graph of a straight jaxpr.

@@ -35,12 +35,16 @@ class Options:
     """How functions are fused.
 
     Attributes:
-      is_exact: whether values are rounded where the function rounds them.
+      is_exact: whether values are rounded where the function rounds them; then norms and losses stay as they are.
+      defer_norms: whether products read norms deferred; None: each norm where that saves bytes.
+      chunk_losses: whether losses over a vocabulary become operators.
       memory: "same" where a backward pass may keep no more than JAX's own; None for whatever is fastest.
       implementation: as in `gemm`.
     """
 
     is_exact: bool
+    defer_norms: bool | None
+    chunk_losses: bool
     memory: str | None
     implementation: str
 
@@ -102,7 +106,7 @@ class Pieces:
     def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
         """The function for arrays of these types."""
         flat, losses = straight(whole, arrays), list[tuple[Equation, str]]()
-        if not self.options.is_exact:
+        if self.options.chunk_losses and not self.options.is_exact:
             flat, losses = with_losses(flat, sums=is_outer)
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
@@ -127,7 +131,7 @@ class Pieces:
         has_most = self.options.memory == "same" and not is_derivative(flat.jaxpr)  # nobody differentiates it again
         most = kept_by_jax(flat, arrays) if has_most else float("inf")
         reason, before = "", len(self.made)
-        for defers in (True, False):
+        for defers in dict.fromkeys((self.options.defer_norms, False)):
             found = lifted(
                 flat,
                 name,
