@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +152,36 @@ class _Traced:
     changed: Sequence[int]
 
 
+_P = ParamSpec("_P")
+
+
+class _WithReport(Protocol[_P]):
+    """A function with the attribute `report`."""
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> Any: ...
+
+    @staticmethod
+    def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
+def _with_report(f: Callable[_P, Any]) -> _WithReport[_P]:
+    """f, with `_report` as its attribute."""
+    function: Any = f
+    function.report = _report
+    return cast("_WithReport[_P]", function)
+
+
+def _report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A table of what `fuse` makes of f(*args, **kwargs); a `coda_jax.tools.fusion_report.Report`.
+
+    Args:
+      f: a function, or what `fuse` made of one, whose options are then used.
+      args, kwargs: its arguments: arrays, or jax.ShapeDtypeStructs.
+    """
+    return importlib.import_module("coda_jax.tools.fusion_report").report(f, *args, **kwargs)
+
+
+@_with_report
 def fuse(
     f: Callable[..., Any] | None = None,
     /,
@@ -221,19 +251,6 @@ def fuse(
         raise ValueError(f"fuse: defer_norms = {defer_norms!r}; it must be True, False or None")
     options = Options(bool(exact), defer_norms, bool(chunk_losses), memory, implementation)
     return Fused(f, options, is_checked=bool(check))
-
-
-def _report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A table of what `fuse` makes of f(*args, **kwargs); a `coda_jax.tools.fusion_report.Report`.
-
-    Args:
-      f: a function, or what `fuse` made of one, whose options are then used.
-      args, kwargs: its arguments: arrays, or jax.ShapeDtypeStructs.
-    """
-    return importlib.import_module("coda_jax.tools.fusion_report").report(f, *args, **kwargs)
-
-
-fuse.report = _report  # type: ignore[attr-defined]
 
 
 def _is_array(x: Any) -> bool:

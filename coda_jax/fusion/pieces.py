@@ -15,7 +15,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.dots import Equation, dots_in, is_derivative, variables
-from coda_jax.fusion.kept import kept_by_graph, kept_by_jax
+from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Function, Nested, has_products
