@@ -19,6 +19,7 @@ from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Function, Nested, has_products
+from coda_jax.fusion.residuals import with_fewer_residuals
 from coda_jax.fusion.straight import line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
@@ -108,6 +109,7 @@ class Pieces:
         flat, losses = straight(whole, arrays), list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
             flat, losses = with_losses(flat, sums=is_outer)
+        flat = with_fewer_residuals(flat, arrays)
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
             flat, arrays = without_constants(flat), [*consts, *arrays]

@@ -294,7 +294,8 @@ class Units:
             waits[unit] = len(needed)
             for other in needed:
                 users[other].append(unit)
-        ready = [(unit.number, i, unit) for i, unit in enumerate(units) if not waits[unit]]
+        late = self._late()
+        ready = [(late.get(unit.number, unit.number), i, unit) for i, unit in enumerate(units) if not waits[unit]]
         heapq.heapify(ready)
         order, counter = [], itertools.count(len(units))
         while ready:
@@ -303,9 +304,20 @@ class Units:
             for user in users[unit]:
                 waits[user] -= 1
                 if not waits[user]:
-                    heapq.heappush(ready, (user.number, next(counter), user))
+                    heapq.heappush(ready, (late.get(user.number, user.number), next(counter), user))
         assert len(order) == len(units), "units that wait for each other"
         return order
+
+    def _late(self) -> dict[int, float]:
+        """The places of gradients of weights in the order: h^T d comes after d W^T, whose epilogue may make h."""
+        dots = {i: dot for i, dot in self.rows.dots.items() if self.kinds[i] == "product"}
+        last = {self.uncast(dot.a): i for i, dot in dots.items() if not dot.transpose_a}
+        places: dict[int, float] = {}
+        for i, dot in dots.items():
+            if dot.transpose_a:
+                behind = max(last.get(self.uncast(x), -1) for x in (dot.a, dot.b))
+                places |= {i: behind + 0.5} if behind > i else {}
+        return places
 
     def maker(self, x: Any, *kinds: str) -> Equation | None:
         """The equation of one of these kinds that a variable is a result of."""

@@ -1,0 +1,271 @@
+"""Residuals of loops that JAX has differentiated: the backward loop computes most of them again.
+
+JAX stacks all that the derivative of a step reads: of silu(gate) * up six arrays. In the backward loop elementwise
+operations are a part of epilogues, so that it computes these from as few bytes as it can: from gate and up. Which
+arrays of a step are stacked is a minimum cut between what is not computed again, as products, sums and what the loop
+carries, and what the backward loop reads. Arguments of the forward loop cost nothing: they are there.
+
+    forward    carry, x -> carry, residuals             forward    carry, x -> carry, cut
+    backward   carry, residuals -> carry, cotangents    backward   carry, x, cut -> carry, cotangents
+
+Proof: the backward loop's steps have the residuals' values, from the same equations of the same arrays.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.rows import SHAPES
+from coda_jax.fusion.straight import at_line, straight
+from coda_jax.graph.calls import is_key
+from coda_jax.graph.on_mesh import ELEMENTWISE, typed
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import opened
+from coda_jax.jaxprs.evaluate import read, run
+from coda_jax.jaxprs.walk import num_carried, num_constants
+
+_COMPUTED_AGAIN = ELEMENTWISE | SHAPES | {"concatenate", "pad", "iota"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loops:
+    """A loop and its backward loop.
+
+    Attributes:
+      forward, backward: the equations.
+      body: of the forward loop, a straight one.
+      residuals: by number, the results of the body that are residuals, and the backward loop's arguments that each is.
+      stacked: the variables of the body that are stacked in their place.
+      again: the equations that compute the residuals of these.
+    """
+
+    forward: Equation
+    backward: Equation
+    body: core.ClosedJaxpr
+    residuals: Mapping[int, Sequence[int]]
+    stacked: Sequence[Any]
+    again: Sequence[Equation]
+
+
+def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr:
+    """A straight jaxpr at these arrays, with loops that stack fewer bytes for their backward loops."""
+    found = list(_loops(closed.jaxpr))
+    if not found:
+        return closed
+    forward = {id(one.forward): one for one in found}
+    backward = {id(one.backward): one for one in found}
+
+    def function(*arrays: Any) -> list[Any]:
+        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
+        stacks: dict[int, Sequence[Any]] = {}
+        for equation in closed.jaxpr.eqns:
+            inputs = [x.val if isinstance(x, core.Literal) else values.get(x) for x in equation.invars]
+            if id(equation) in forward:
+                outputs, stacks[id(equation)] = at_line(equation, _forward, forward[id(equation)], inputs)
+            elif id(equation) in backward:
+                loops = backward[id(equation)]
+                of = [read(values, x) for x in loops.forward.invars]
+                outputs = at_line(equation, _backward, loops, inputs, of, stacks[id(loops.forward)])
+            else:
+                outputs = at_line(equation, bind, equation.primitive, inputs, equation.params)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(values, x) for x in closed.jaxpr.outvars]
+
+    return jax.make_jaxpr(function)(*arrays)
+
+
+def _loops(jaxpr: core.Jaxpr) -> Iterator[_Loops]:
+    """The loops with backward loops that read more bytes than they need."""
+    readers: dict[Any, list[Any]] = collections.defaultdict(list)
+    for equation in jaxpr.eqns:
+        for x in dict.fromkeys(variables(equation.invars)):
+            readers[x].append(equation)
+    results = set(variables(jaxpr.outvars))
+    scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    for forward in scans:
+        stacked = forward.outvars[num_carried(forward) :]
+        alone = {x: readers[x] for x in stacked if len(readers[x]) == 1 and x not in results}
+        for backward in (one for one in scans if any([one] == of for of in alone.values())):
+            if _are_steps_in_turn(forward, backward):
+                own = [x for x, of in alone.items() if of == [backward]]
+                loops = _with_cut(forward, backward, own)
+                if loops is not None:
+                    yield loops
+                    break
+
+
+def _are_steps_in_turn(forward: Equation, backward: Equation) -> bool:
+    """True if the second loop goes through the first one's steps from the last to the first."""
+    a, b = forward.params, backward.params
+    return a["length"] == b["length"] and a["reverse"] != b["reverse"] and not (forward.effects or backward.effects)
+
+
+def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loops | None:
+    """Both loops with what is stacked; None if that is no less."""
+    first = num_constants(backward) + num_carried(backward)  # before it are no stacked arguments
+    arguments = collections.defaultdict(list)
+    for i, x in enumerate(backward.invars):
+        arguments[None if isinstance(x, core.Literal) else x].append(i)
+    residuals = {
+        i: arguments[x]
+        for i, x in enumerate(forward.outvars)
+        if any(x is one for one in own) and min(arguments[x]) >= first
+    }
+    closed = core.ClosedJaxpr(*opened(forward.params["jaxpr"]))
+    body = straight(closed, list(map(typed, closed.in_avals)))
+    made: list[Any] = [x.aval for equation in body.jaxpr.eqns for x in equation.outvars]
+    if not residuals or not all(isinstance(size, int) for aval in made for size in aval.shape):
+        return None
+    wanted = list(dict.fromkeys(variables(body.jaxpr.outvars[i] for i in residuals)))
+    carried = body.jaxpr.invars[num_constants(forward) :][: num_carried(forward)]
+    given = [*body.jaxpr.constvars, *(x for x in body.jaxpr.invars if x not in carried)]
+    makers = {x: e for e in body.jaxpr.eqns if e.primitive.name in _COMPUTED_AGAIN for x in e.outvars}
+    stacked = cut(wanted, makers, given)
+    if sum(map(_bytes, stacked)) >= sum(_bytes(x) for x in wanted if x not in given):
+        return None
+    again, open_ = set[int](), [x for x in wanted if x not in stacked]
+    while open_:
+        equation = makers.get(open_.pop())
+        if equation is not None and id(equation) not in again:
+            again.add(id(equation))
+            open_ += [x for x in variables(equation.invars) if x not in stacked]
+    return _Loops(forward, backward, body, residuals, stacked, [e for e in body.jaxpr.eqns if id(e) in again])
+
+
+def cut(wanted: Sequence[Any], makers: Mapping[Any, Equation], given: Sequence[Any]) -> list[Any]:
+    """The variables with fewest bytes from which those that are wanted can be made, the last of several such sets.
+
+    Args:
+      makers: the equations that may be computed again, by their results.
+      given: variables that cost nothing.
+    """
+    free = set(given)
+    room: dict[Any, dict[Any, float]] = collections.defaultdict(dict)  # of the edges of a network with one flow
+
+    def add(x: Any, y: Any, size: float) -> None:
+        room[x][y] = room[x].get(y, 0.0) + size
+        room[y].setdefault(x, 0.0)
+
+    def is_free(x: Any) -> bool:
+        return x in free or (x in makers and all(map(is_free, variables(makers[x].invars))))
+
+    open_, seen = list(wanted), set(wanted)
+    while open_:
+        x = open_.pop()
+        if is_free(x):
+            free.add(x)
+            continue
+        add((x, "in"), (x, "out"), _bytes(x))
+        if x not in makers:
+            add("source", (x, "in"), math.inf)
+            continue
+        for y in (y for y in variables(makers[x].invars) if not is_free(y)):
+            add((y, "out"), (x, "in"), math.inf)
+            if y not in seen:
+                seen.add(y)
+                open_.append(y)
+    for x in (x for x in wanted if x not in free):
+        add((x, "out"), "sink", math.inf)
+    while (path := _path(room, "source", "sink")) is not None:
+        flow = min(room[x][y] for x, y in path)
+        for x, y in path:
+            room[x][y] -= flow
+            room[y][x] += flow
+    behind: set[Any] = {"sink"}
+    ends: list[Any] = ["sink"]
+    while ends:
+        y = ends.pop()
+        new = {x for x in room[y] if room[x][y] > 0} - behind
+        behind |= new
+        ends += new
+    return [x for x in seen if (x, "out") in behind and (x, "in") not in behind and (x, "in") in room]
+
+
+def _path(room: Mapping[Any, Mapping[Any, float]], start: Any, end: Any) -> list[tuple[Any, Any]] | None:
+    """The shortest path along edges with room; None if there is none."""
+    before: dict[Any, Any] = {start: None}
+    open_ = collections.deque([start])
+    while open_ and end not in before:
+        x = open_.popleft()
+        for y, size in room.get(x, {}).items():
+            if size > 0 and y not in before:
+                before[y] = x
+                open_.append(y)
+    if end not in before:
+        return None
+    path, y = [], end
+    while before[y] is not None:
+        path.append((before[y], y))
+        y = before[y]
+    return path
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.aval.shape) * (8 if is_key(x.aval) else x.aval.dtype.itemsize)
+
+
+def _apply(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    results: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
+    return results
+
+
+def _forward(loops: _Loops, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    """The results of the loop, None for its residuals; and what is stacked in their place."""
+    body, carried, consts = loops.body, num_carried(loops.forward), num_constants(loops.forward)
+    others = [i for i in range(carried, len(loops.forward.outvars)) if i not in loops.residuals]
+
+    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+        arguments = [*body.consts, *inputs[:consts], *carry, *xs]
+        values = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], arguments, strict=True))
+        run(body.jaxpr.eqns, values, _apply, ())
+        outputs = [read(values, x) for x in body.jaxpr.outvars]
+        return outputs[:carried], ([outputs[i] for i in others], [values[x] for x in loops.stacked])
+
+    carry, (ys, stacks) = _scan(loops.forward, step, inputs[consts:][:carried], list(inputs[consts + carried :]))
+    results: list[Any] = [*carry, *[None] * (len(loops.forward.outvars) - carried)]
+    for i, y in zip(others, ys, strict=True):
+        results[i] = y
+    return results, stacks
+
+
+def _backward(loops: _Loops, inputs: Sequence[Any], of: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
+    """The results of the backward loop; `of` are the arguments of the forward loop."""
+    equation, body = loops.backward, loops.body
+    carried, consts = num_carried(equation), num_constants(equation)
+    first = consts + carried
+    made = {i: body.jaxpr.outvars[number] for number, arguments in loops.residuals.items() for i in arguments}
+    own = [i for i in range(first, len(inputs)) if i not in made]
+    unstacked = num_constants(loops.forward)
+    needed = set(variables(x for e in loops.again for x in e.invars)) | set(variables(made.values()))
+    known = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
+    known |= zip(body.jaxpr.invars[:unstacked], of[:unstacked], strict=True)
+    beside = [i for i, x in enumerate(body.jaxpr.invars) if x in needed and x not in known and x not in loops.stacked]
+    derivative = core.ClosedJaxpr(*opened(equation.params["jaxpr"]))
+
+    def step(carry: Sequence[Any], xs: tuple[Sequence[Any], ...]) -> tuple[list[Any], list[Any]]:
+        values = known | dict(zip([body.jaxpr.invars[i] for i in beside], xs[1], strict=True))
+        values |= zip(loops.stacked, xs[2], strict=True)
+        run(loops.again, values, _apply, ())
+        arguments = [*inputs[:consts], *carry, *[None] * (len(inputs) - first)]
+        for i, x in (*zip(own, xs[0], strict=True), *((i, read(values, x)) for i, x in made.items())):
+            arguments[i] = x
+        outputs = core.jaxpr_as_fun(derivative)(*arguments)
+        return outputs[:carried], outputs[carried:]
+
+    stacked = [inputs[i] for i in own], [of[i] for i in beside], list(stacks)
+    carry, ys = _scan(equation, step, inputs[consts:first], stacked)
+    return [*carry, *ys]
+
+
+def _scan(equation: Equation, step: Any, carry: Sequence[Any], xs: Any) -> Any:
+    params = equation.params
+    return lax.scan(step, list(carry), xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
