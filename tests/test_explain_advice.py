@@ -91,7 +91,7 @@ def test_layers_one_by_one(order):
     (advice,) = of_passes(apart)
     assert "GatedMLP_0" in advice.about and "in one coda.block" in advice.change
     assert "flax_layers/norm.py:" in advice.why and "from test_explain_advice.py:" in advice.why
-    assert ("add in test_explain_advice.py:" in advice.why) == (order != "parallel")  # there it is the last line
+    assert (" in test_explain_advice.py:" in advice.why) == (order != "parallel")  # there it is the last line
     assert together.advice == () and together.totals.passes_bytes < 0.9 * apart.totals.passes_bytes
     assert str(advice) in str(apart)
 

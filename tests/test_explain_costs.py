@@ -182,6 +182,35 @@ def test_arrays_that_are_cheap_to_make_again_are_not_written():
     assert sorted(one.bytes for one in found.passes) == [2 * tile + 4 * m, 3 * tile + 4 * m]
 
 
+def test_of_a_chain_the_last_array_is_written():
+    """A sum in float32 that is cast, and read twice: the cast is written, and the float32 array never is."""
+
+    def f(x, y, z, w):
+        added = (x.astype(jnp.float32) + y.astype(jnp.float32) + z.astype(jnp.float32)).astype(x.dtype)
+        mean = jnp.mean(added.astype(jnp.float32), axis=1, keepdims=True)
+        return coda.gemm((added.astype(jnp.float32) - mean).astype(x.dtype), w)
+
+    m, n = 512, 256
+    found = coda.explain(f, *[array(m, n)] * 3, array(n, n), platform="cpu")
+    tile, row = 2 * m * n, 4 * m
+    assert sorted(one.bytes for one in found.passes) == [tile + row, 2 * tile + row, 4 * tile]
+
+
+def test_the_parts_of_a_split_are_read_where_they_lie():
+    """Both halves of a product are read twice, and neither is written: their own product is."""
+
+    def f(x, w, v):
+        gate, up = jnp.split(coda.gemm(x, w), 2, axis=1)
+        both = gate * up
+        mean = jnp.mean(both.astype(jnp.float32), axis=1, keepdims=True)
+        return coda.gemm((both.astype(jnp.float32) - mean).astype(x.dtype), v)
+
+    m, n = 512, 256
+    found = coda.explain(f, array(m, n), array(n, 2 * n), array(n, n), platform="cpu")
+    tile, row = 2 * m * n, 4 * m
+    assert sorted(one.bytes for one in found.passes) == [tile + row, 2 * tile + row, 3 * tile]
+
+
 def test_what_moves_nothing():
     """Reshapes, an axis of one, a cast to what is there, and one back to what was widened."""
 

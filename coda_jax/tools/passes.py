@@ -1,9 +1,9 @@
 """An estimate from a jaxpr of XLA's passes over memory between products, and of the arrays kept for the backward pass.
 
 The model: XLA fuses all elementwise operations into the pass that needs their result, and computes an array again if
-that reads no more than storing it would. A pass ends at a reduction, and at arrays that a product, attention, a loop or
-the caller reads. Passes that read the same array and do not depend on each other are one. Each array that a pass reads
-or writes counts once, at its full size.
+that reads no more than storing it would; of a chain of operations the last array is stored. A pass ends at a reduction,
+and at arrays that a product, attention, a loop or the caller reads. Passes that read the same array and do not depend
+on each other are one. Each array that a pass reads or writes counts once, at its full size.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class _Fusion:
         self._graph = graph
         self._fused = [one for one in graph.operations if _is_fused(one)]
         self._in_memory = self._read_elsewhere()
+        self._read_by = self._readers()
         self._leaves: dict[
             Array, dict[Array, int]
         ] = {}  # array -> arrays in memory that it is computed from, bytes read
@@ -139,10 +140,11 @@ class _Fusion:
         reached = self._reached()
         for one in self._fused:
             from_memory = self._made_from(one)
+            reads_more = sum(from_memory.values()) > sum(array.bytes for array in one.outputs)
             for array in one.outputs:
                 self._leaves[array] = from_memory
                 self._steps[array] = self._names(one)
-                if len(reached[array]) > 1 and sum(from_memory.values()) > array.bytes:
+                if len(reached[array]) > 1 and reads_more and not self._is_passed_on(array):
                     self._in_memory.add(array)
 
     def _read_elsewhere(self) -> set[Array]:
@@ -154,6 +156,21 @@ class _Fusion:
         arrays |= {x for one in self._graph.operations if one not in fused and not one.is_attention for x in one.inputs}
         arrays |= {x for one in self._graph.operations if one.is_attention for x in one.inputs if not x.is_constant}
         return {array for array in arrays if array.maker in fused and (array.shape or array in reduced)}
+
+    def _readers(self) -> dict[Array, list[Operation]]:
+        """The operations that read an array."""
+        readers: dict[Array, list[Operation]] = collections.defaultdict(list)
+        for one in self._graph.operations:
+            for array in dict.fromkeys(one.inputs):
+                readers[array].append(one)
+        return readers
+
+    def _is_passed_on(self, array: Array) -> bool:
+        """True if one fused operation alone reads the array, and makes no more bytes of it: that is stored instead."""
+        readers = self._read_by[array]
+        if len(readers) != 1 or not _is_fused(readers[0]) or readers[0].name == "dynamic_update_slice":
+            return False
+        return sum(x.bytes for x in readers[0].outputs) <= array.bytes
 
     def _reached(self) -> dict[Array, frozenset[Array]]:
         """For each array, the arrays in memory that fused operations compute from it."""
