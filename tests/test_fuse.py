@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 import coda_jax as coda
 from coda_jax.jaxprs.walk import equations
 from tests import plain_models
-from tests.plain_models import NAMES, loss_of, model, rms_norm
+from tests.plain_models import NAMES, layer_norm, loss_of, model, rms_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
 
@@ -71,6 +71,34 @@ def test_in_16_bits_a_model_is_as_near_to_float32_as_it_was(name):
         errors.append(relative_error(joined(found), joined(exact)))
     own, *fused = errors
     assert max(fused) < 1.5 * own + 1e-3
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("name", ["norms of products", "layer norms"])
+def test_what_a_function_rounds_passes_read_rounded(name, door):
+    """The stream that passes add norms to, or make norms of, is bfloat16 in the function, and so is its cotangent.
+
+    With float32 in their place XLA moves 0.61 of the bytes that it moves where nothing is fused, or more.
+    """
+
+    def layer(w, x, one):
+        if name == "layer norms":
+            return x + layer_norm(x, w["scale"], w["bias"]) @ one
+        return x + rms_norm(x @ one, w["scale"])
+
+    def loss(w, x):
+        for one in w["out"]:
+            x = layer(w, x, one)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def typed(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    args = {"out": [typed(256, 256)] * 3, "scale": typed(256), "bias": typed(256)}, typed(2, 512, 256)
+    plain, fused = (
+        coda.explain(f, *args, platform="cuda").totals.passes_bytes for f in (with_gradients(loss), DOORS[door](loss))
+    )
+    assert fused < 0.6 * plain
 
 
 @pytest.mark.parametrize("name", NAMES)

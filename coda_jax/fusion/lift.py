@@ -280,6 +280,7 @@ class Lift:
                 value.made_of = frozenset({np.dtype(FLOAT32)})
             elif self._is_rounded(result):
                 value.made_of = frozenset({self.dtype})
+                value.is_rounded |= value not in values
         names = [e.params["name"] for e in equations if e.primitive.name == "name" and result in e.outvars]
         value.name = names[0] if names else value.name
         return value
@@ -340,8 +341,8 @@ class Lift:
         equations: Sequence[Equation] = self.jaxpr.eqns
         casts = [equations[j] for j in self.units.readers[x] if self.units.kind_of_reader(j) == "cast"]
         is_cast_alone = bool(casts) and len(casts) == len(self.units.readers[x])
-        dtypes = {cast.outvars[0].aval.dtype for cast in casts} if is_cast_alone else {x.aval.dtype}
-        return dtypes == {self.dtype}
+        dtypes = {cast.outvars[0].aval.dtype for cast in casts} if is_cast_alone else set()
+        return x.aval.dtype == self.dtype or dtypes == {self.dtype}
 
     def _call(self, unit: Unit) -> None:
         equations, inputs, results, nested = unit.equations, unit.inputs, unit.results, self.nested

@@ -85,6 +85,7 @@ def _liken(dy: Value, y: Value) -> None:
     if isinstance(dy, Map) and dy.cotangent_of is None and same_shape(dy.shape, y.shape):
         dy.cotangent_of = y
         dy.made_of = y.made_of if dy.is_tile else dy.made_of
+        dy.is_rounded = y.is_rounded and dy.is_tile
 
 
 def _with_cotangents(value: Value) -> Sequence[Value]:

@@ -50,6 +50,19 @@ def whole(x: Any) -> Any:
     return x.whole() if isinstance(x, Pieces) else x
 
 
+def as_type(x: Part | Pieces, dtype: Any) -> Part | Pieces:
+    """x with elements of this dtype."""
+    if isinstance(x, Pieces):
+        return Pieces([_part_as_type(part, dtype) for part in x.parts])
+    return _part_as_type(x, dtype)
+
+
+def _part_as_type(x: Part, dtype: Any) -> Part:
+    if isinstance(x, Unflattened):
+        return Unflattened(x.array.astype(dtype), x.rows, x.halves)
+    return x.astype(dtype)
+
+
 def in_pieces(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], bind: Bind, opens: Collection[str] = CALLS) -> list[Any]:
     """The results of a map of arrays, `Unflattened` and `Pieces`, which may be these too; `opens` as in `evaluate`."""
     return evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, functools.partial(_apply, bind), opens)

@@ -17,7 +17,7 @@ from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.passes import in_pass
-from coda_jax.graph.pieces import Part, Pieces, whole
+from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
 from coda_jax.graph.unflattened import Unflattened
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
@@ -149,6 +149,7 @@ class _Run:
         for of in reachable([value], read):
             if isinstance(of, Map | Turned) and of not in read and of not in made:
                 made[of] = in_pass(of, [made[x] if x in made else self._input(x) for x in of.inputs])
+                made[of] = as_type(made[of], self.dtype) if of.is_rounded else made[of]
         return made[value]
 
     def _input(self, value: Value) -> Part | Pieces:

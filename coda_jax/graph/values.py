@@ -46,6 +46,7 @@ class Value:
       is_factor: it is stored in the dtype of products' factors, and kept for a backward pass that reads it.
       made_of: the dtypes of the floating tiles that a tile is made of; None is that of products.
       cotangent_of: the value of whose shape and rows it is; None for one that is no map's cotangent.
+      is_rounded: the function that it is of has it in the products' dtype, and so a pass of XLA's hands it on.
     """
 
     inputs: tuple[Value, ...] = ()
@@ -57,6 +58,7 @@ class Value:
     is_factor: bool = False
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
     cotangent_of: Value | None = None
+    is_rounded: bool = False
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
         self.shape, self.number = tuple(shape), next(_numbers)
