@@ -6,16 +6,16 @@ It is tried where products alone read y, and r is a reciprocal root: then r is n
 and it waits for a sum over the row, so that y could be made in no epilogue. `graph.norm` has the derivative.
 
 It pays where there are many rows. y is then never in memory: a pass forward, and two backward, each read and write as
-much as y has. But s W is: a pass over W writes it in each direction, and the gradient of s reads W. `saves_bytes`
-compares both, for each norm. In bfloat16 they are equal at five sixths as many rows as the weights have columns
-together. Weights in float32 are cast in any case.
+much as y has. But s W is: a pass over W writes it in each direction, and the gradient of s reads W. And the derivative
+reads the inner products of y W and its cotangent, which an epilogue makes only where a product makes the cotangent, not
+attention. `saves_bytes` compares all this for each norm. Weights in float32 are cast in any case.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -66,11 +66,12 @@ class Deferred:
         return Deferred(rows=self.rows, powers=[-power for power in self.powers], factor=1 / self.factor)
 
 
-def saves_bytes(products: Sequence[Dot], units: Units) -> bool:
+def saves_bytes(products: Mapping[int, Dot], units: Units) -> bool:
     """True if it moves less to defer the norm that these products, all that there are, read; also if it is unknown."""
-    rows, width = products[0].matrix_a
-    saved = 3 * 2 * units.dtype.itemsize * rows * width
-    weights = {units.uncast(dot.b): dot.columns for dot in products}
+    rows, width = next(iter(products.values())).matrix_a
+    by_calls = sum(dot.columns for i, dot in products.items() if units.is_read_outside(units.rows.results[i]))
+    saved = (3 * 2 * width - 2 * by_calls) * units.dtype.itemsize * rows
+    weights = {units.uncast(dot.b): dot.columns for dot in products.values()}
     moved = sum(width * columns * _bytes_of_scaling(w.aval.dtype, units.dtype) for w, columns in weights.items())
     try:
         return bool(saved >= moved)

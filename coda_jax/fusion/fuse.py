@@ -216,7 +216,7 @@ def fuse(
       exact: round where f rounds, to 16 bits after each operation, defer no norm and chunk no loss. By default values
         stay float32 within an epilogue, as in a fusion of XLA's.
       defer_norms: apply an RMSNorm that products alone read behind them. None: where that moves fewer bytes, which
-        takes about as many rows as the products have columns together. Sizes are those of f's arrays, of all devices.
+        takes about as many rows as the products have columns together, counted over all devices.
       chunk_losses: compute a loss over a vocabulary in chunks, by `coda.linear_cross_entropy` or `coda.token_logprobs`.
       memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.
       check: compute f and its gradient as JAX does too, in each call, and raise if they differ by more than 1e-3, or

@@ -172,9 +172,9 @@ class Lift:
             self._deferred[a] = deferred(a, self.units) if is_tried else None
         return self._deferred[a]
 
-    def _products_alone(self, a: Any) -> list[Dot]:
+    def _products_alone(self, a: Any) -> dict[int, Dot]:
         """The products that sum over a variable's columns, if these alone read it, directly or as a cast; else none."""
-        found: list[Dot] = []
+        found: dict[int, Dot] = {}
         open_ = [a]
         while open_:
             x = open_.pop()
@@ -183,9 +183,9 @@ class Lift:
                 if kind == "cast":
                     open_ += self.jaxpr.eqns[j].outvars
                 elif kind != "product" or self.rows.dots[j].a is not x or self.rows.dots[j].transpose_a:
-                    return []
+                    return {}
                 else:
-                    found.append(self.rows.dots[j])
+                    found[j] = self.rows.dots[j]
         return found
 
     def _second_factor(self, dot: Dot) -> Value:

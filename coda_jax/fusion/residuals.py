@@ -111,19 +111,10 @@ def _are_steps_in_turn(forward: Equation, backward: Equation) -> bool:
 
 def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loops | None:
     """Both loops with what is stacked; None if that is no less."""
-    first = num_constants(backward) + num_carried(backward)  # before it are no stacked arguments
-    arguments = collections.defaultdict(list)
-    for i, x in enumerate(backward.invars):
-        arguments[None if isinstance(x, core.Literal) else x].append(i)
-    residuals = {
-        i: arguments[x]
-        for i, x in enumerate(forward.outvars)
-        if any(x is one for one in own) and min(arguments[x]) >= first
-    }
     closed = core.ClosedJaxpr(*opened(forward.params["jaxpr"]))
     body = straight(closed, list(map(typed, closed.in_avals)))
-    made: list[Any] = [x.aval for equation in body.jaxpr.eqns for x in equation.outvars]
-    if not residuals or not all(isinstance(size, int) for aval in made for size in aval.shape):
+    residuals = _residuals(forward, backward, own)
+    if not residuals or not _has_known_sizes(body.jaxpr):
         return None
     wanted = list(dict.fromkeys(variables(body.jaxpr.outvars[i] for i in residuals)))
     carried = body.jaxpr.invars[num_constants(forward) :][: num_carried(forward)]
@@ -132,13 +123,36 @@ def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loo
     stacked = cut(wanted, makers, given)
     if sum(map(_bytes, stacked)) >= sum(_bytes(x) for x in wanted if x not in given):
         return None
-    again, open_ = set[int](), [x for x in wanted if x not in stacked]
+    return _Loops(forward, backward, body, residuals, stacked, _between(stacked, wanted, makers, body.jaxpr))
+
+
+def _residuals(forward: Equation, backward: Equation, own: Sequence[Any]) -> dict[int, list[int]]:
+    """`_Loops.residuals` of these results of the forward loop: those that the backward loop reads step by step."""
+    first = num_constants(backward) + num_carried(backward)
+    arguments: dict[Any, list[int]] = collections.defaultdict(list)
+    for i, x in enumerate(backward.invars):
+        if not isinstance(x, core.Literal):
+            arguments[x].append(i)
+    numbers = {x: i for i, x in enumerate(forward.outvars)}
+    return {numbers[x]: arguments[x] for x in own if min(arguments[x]) >= first}
+
+
+def _has_known_sizes(jaxpr: core.Jaxpr) -> bool:
+    made: list[Any] = [x.aval for equation in jaxpr.eqns for x in equation.outvars]
+    return all(isinstance(size, int) for aval in made for size in aval.shape)
+
+
+def _between(
+    stacked: Sequence[Any], wanted: Sequence[Any], makers: Mapping[Any, Equation], jaxpr: core.Jaxpr
+) -> list[Equation]:
+    """The equations that make what is wanted of what is stacked."""
+    found, open_ = set[int](), [x for x in wanted if x not in stacked]
     while open_:
         equation = makers.get(open_.pop())
-        if equation is not None and id(equation) not in again:
-            again.add(id(equation))
+        if equation is not None and id(equation) not in found:
+            found.add(id(equation))
             open_ += [x for x in variables(equation.invars) if x not in stacked]
-    return _Loops(forward, backward, body, residuals, stacked, [e for e in body.jaxpr.eqns if id(e) in again])
+    return [equation for equation in jaxpr.eqns if id(equation) in found]
 
 
 def cut(wanted: Sequence[Any], makers: Mapping[Any, Equation], given: Sequence[Any]) -> list[Any]:

@@ -168,6 +168,19 @@ class Units:
         """The kind of the equation with this number, or "result"."""
         return "result" if number < 0 else self.kinds[number]
 
+    def is_read_outside(self, x: Any) -> bool:
+        """True for a variable that a call or the caller reads, directly or through maps."""
+        open_, seen = [x], {x}
+        while open_:
+            for j in self.readers[open_.pop()]:
+                if self.kind_of_reader(j) in ("call", "result"):
+                    return True
+                if self.kinds[j] in ("map", "cast"):
+                    new = set(self.jaxpr.eqns[j].outvars) - seen
+                    seen |= new
+                    open_ += new
+        return False
+
     @functools.cached_property
     def _anchors(self) -> set[Any]:
         """The results of maps' equations that are values; all others are computed in the values that read them.
