@@ -66,6 +66,7 @@ class Units:
         self.kinds = [self._kind(i, equation) for i, equation in enumerate(jaxpr.eqns)]
         self.readers = self._readers()
         self._move_masks_to_calls()
+        self._move_passes_to_calls()
         self._move_copies_to_calls()
 
     def _products_dtype(self) -> np.dtype[Any]:
@@ -145,6 +146,23 @@ class Units:
         """True for a variable with rows and columns."""
         count = self.rows.of(x)
         return count > 0 and not same_size(math.prod(x.aval.shape[count:]), 1)
+
+    def _move_passes_to_calls(self) -> None:
+        """Leaves to the calls what stands between calls: no epilogue makes it, and it rounds as the function does."""
+        equations: list[Equation] = self.jaxpr.eqns
+        moved = {i for i, kind in enumerate(self.kinds) if kind in ("map", "cast")}
+        changes = True
+        while changes:
+            stays = {i for i in moved if not self._is_between_calls(i, equations[i], moved)}
+            moved, changes = moved - stays, bool(stays)
+        self.kinds = ["call" if i in moved else kind for i, kind in enumerate(self.kinds)]
+
+    def _is_between_calls(self, number: int, equation: Equation, moved: set[int]) -> bool:
+        """True if calls, or equations that are moved to these, alone make what it reads and read what it makes."""
+        makers = {self.makers.get(x, -1) for x in variables(equation.invars)} - {-1}
+        readers = {j for x in equation.outvars for j in self.readers[x]}
+        is_alone = all(j in moved or self.kind_of_reader(j) == "call" for j in makers | readers)
+        return is_alone and bool(readers) and equation.primitive.name != "name"
 
     def _move_copies_to_calls(self) -> None:
         """Leaves to the calls, where these alone read it, what is no less to read than what it is made of."""
