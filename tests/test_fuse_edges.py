@@ -330,3 +330,34 @@ def test_weights_in_float32_are_cast_in_any_case():
     jax.eval_shape(f, types, jax.ShapeDtypeStruct((1, 9216, 2048), jnp.bfloat16))
     (piece,) = f.pieces.made
     assert sum(x.origin.name == "norm" for x in reachable(piece.lifted.graph.outputs) if isinstance(x, Map)) == 5
+
+
+@pytest.mark.parametrize("columns, is_fused", [(10, False), (4096, True)])
+def test_a_network_of_convolutions_is_left(columns, is_fused):
+    def f(w, x):
+        y = jax.lax.conv_general_dilated(x, w["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(jax.nn.relu(y).mean(axis=(1, 2)) @ w["head"])
+
+    w, x = {"kernel": normal(3, 3, 1, 8), "head": normal(8, columns)}, normal(2, 8, 8, 1, seed=1)
+    assert largest_error(coda.fuse(f)(w, x), f(w, x)) < 1e-5
+    (one,) = coda.fuse.report(f, w, x).products
+    assert ("ten times the operations" not in one.reason) == is_fused
+
+
+def test_what_stands_between_calls_is_theirs():
+    """A soft cap and a softmax of attention's logits whose rows are in front; no epilogue could make them."""
+
+    def f(w, x):
+        q, k = x @ w["q"], x @ w["k"]
+        logits = jnp.einsum("btnd,bsnd->btns", q.reshape(2, 16, 2, 4), k.reshape(2, 16, 2, 4))
+        weights = jax.nn.softmax(jnp.tanh(logits / 8) * 8, axis=-1)
+        y = jnp.einsum("btns,bsnd->btnd", weights, k.reshape(2, 16, 2, 4)).reshape(2, 16, 8)
+        return jnp.tanh(y @ w["q"])
+
+    w = {"q": normal(8, 8), "k": normal(8, 8, seed=1)}
+    x = normal(2, 16, 8, seed=2)
+    fused = coda.fuse(jax.value_and_grad(lambda w, x: jnp.sum(f(w, x)), (0, 1)))
+    assert largest_error(fused(w, x), jax.value_and_grad(lambda w, x: jnp.sum(f(w, x)), (0, 1))(w, x)) < 1e-5
+    (piece,) = fused.pieces.made
+    maps = [x for x in reachable(piece.lifted.graph.outputs) if isinstance(x, Map)]
+    assert not any(x.shape == (32, 32) for x in maps)  # (B T, N S)

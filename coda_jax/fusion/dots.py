@@ -108,6 +108,18 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
     return "the axes that it sums over are not the last of its first factor"
 
 
+def convolution_flops(jaxpr: core.Jaxpr) -> Any:
+    """Multiplications and additions of the convolutions among the equations."""
+    equations: list[Equation] = jaxpr.eqns
+    return sum(_flops_of_convolution(one) for one in equations if one.primitive.name == "conv_general_dilated")
+
+
+def _flops_of_convolution(equation: Equation) -> Any:
+    kernel, (out,) = equation.invars[1].aval.shape, equation.outvars
+    features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(out.aval.shape) * math.prod(kernel) // max(features, 1)
+
+
 def is_derivative(jaxpr: core.Jaxpr) -> bool:
     """True for equations with the gradient of a weight: h^T d beside h W, or beside d W^T; or with a checkpoint's."""
     if any(equation.params.get("differentiated") for equation in jaxpr.eqns):

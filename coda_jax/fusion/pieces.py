@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
-from coda_jax.fusion.dots import Equation, dots_in, is_derivative, variables
+from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
 from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
@@ -222,6 +222,8 @@ def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
     multiplied = [x for e in dots for x in (*e.invars, *e.outvars)]
     if any(same_size(size, 0) for x in multiplied for size in x.aval.shape):
         return "a product of it is empty"
+    if _is_of_convolutions(jaxpr):
+        return "its convolutions have ten times the operations of its products"
     if varying_axes(*arrays):
         results: list[Any] = [x.aval for x in jaxpr.outvars]
         if any(x.manual_axis_type.varying != varying_axes(*arrays) for x in results):
@@ -230,6 +232,15 @@ def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
             if equation.primitive.name.startswith(_COLLECTIVES):
                 return f"it sums or moves arrays over a mesh: {equation.primitive.name} at {line_of(equation)}"
     return ""
+
+
+def _is_of_convolutions(jaxpr: core.Jaxpr) -> bool:
+    """True where there is little to gain: XLA fuses the passes between convolutions best in the program as it was."""
+    products = [dot.flops for equation in dots_in(jaxpr).values() if isinstance(dot := dot_of(equation), Dot)]
+    try:
+        return bool(convolution_flops(jaxpr) > 10 * sum(products))
+    except jax.errors.InconclusiveDimensionOperation:  # of symbolic sizes
+        return False
 
 
 def signature(x: Any) -> Hashable:
