@@ -69,7 +69,11 @@ def exact_results(spec, args):
         return jax.device_get(jax.jit(with_gradients(loss_of(network(spec))))(*wide))
 
 
+_MASKS_OF_ONE_ROW = [("transposed", 8, 4, 8), ("split", 5, 8, 4), ("integers", 8, 10, 6)]
+
+
 @settings(8)
+@hypothesis.example({"sizes": ((1,), 8, 1), "steps": [("split", 5, 5, 11), ("fori", 1, 9, 7, _MASKS_OF_ONE_ROW)]})
 @hypothesis.given(networks)
 def test_a_network_has_its_values_and_gradients(spec):
     args = arguments(spec)

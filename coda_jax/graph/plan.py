@@ -28,7 +28,7 @@ from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, is_float, reachable
 
 # The most instructions of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048)
 # @ (2048, 8192) on an H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, 2 % slower at 513.
@@ -383,6 +383,8 @@ def reason_beside(value: Map, shape: tuple[Any, ...]) -> str:
 def _program_or_reason(value: Map, shape: tuple[Any, ...]) -> Program | str:
     if value.is_pass:
         return "no kernel's epilogue can make it"
+    if value.is_tile and not is_float(value.dtype):
+        return f"it is a tile of {value.dtype}, which no epilogue stores"  # one row beside vectors looks like a vector
     row_flags = tuple(map(is_of_rows, value.inputs))
     found: Program | str = value.body.once(("program", shape, row_flags), lambda: _traced(value, shape, row_flags))
     return found
