@@ -70,10 +70,14 @@ def exact_results(spec, args):
 
 
 _MASKS_OF_ONE_ROW = [("transposed", 8, 4, 8), ("split", 5, 8, 4), ("integers", 8, 10, 6)]
+_TANGENTS_TRANSPOSED = [("tokens", 6, 2, 1), ("head_norm", 4, 1, 6), ("router", 6, 6, 3)]
 
 
 @settings(8)
 @hypothesis.example({"sizes": ((1,), 8, 1), "steps": [("split", 5, 5, 11), ("fori", 1, 9, 7, _MASKS_OF_ONE_ROW)]})
+@hypothesis.example(
+    {"sizes": ((8, 1), 8, 4), "steps": [("vmap", 2, 8, 6, _TANGENTS_TRANSPOSED), ("embedded", 9, 6, 4)]}
+)
 @hypothesis.given(networks)
 def test_a_network_has_its_values_and_gradients(spec):
     args = arguments(spec)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
+from coda_jax.fusion.custom import tangents_jaxpr
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float
@@ -141,29 +142,15 @@ class Merged:
         shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
         inputs = [x if not x.ndim else jnp.broadcast_to(x, shape) for x in inputs]
         body = core.ClosedJaxpr(*opened(callee(equation)))
-        types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
-        is_differentiated = [is_float(x.dtype) for x in types]
+        is_differentiated = [is_float(x.aval.dtype) for x in equation.invars]
         evaluated = self._elementwise_function(body)
-
-        def tangents_of(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> list[jax.Array]:
-            def one(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-                given = iter(tangents)
-                all_tangents = [
-                    next(given) if flag else jnp.zeros(x.shape, jax.dtypes.float0)
-                    for x, flag in zip(primals, is_differentiated, strict=True)
-                ]
-                return jax.jvp(lambda *xs: bind(equation.primitive, xs, equation.params), primals, all_tangents)[1]
-
-            floats = [x for x, flag in zip(types, is_differentiated, strict=True) if flag]
-            derivative = jax.make_jaxpr(one)(types, floats)
-            return self._elementwise_function(derivative)(*primals, *tangents)
 
         function = jax.custom_jvp(evaluated)
 
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             given = [t for t, flag in zip(tangents, is_differentiated, strict=True) if flag]
-            return function(*primals), tangents_of(primals, given)
+            return function(*primals), self._elementwise_function(tangents_jaxpr(equation))(*primals, *given)
 
         results: Sequence[jax.Array] = function(*inputs)
         return results

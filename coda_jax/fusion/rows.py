@@ -11,9 +11,9 @@ from typing import Any
 
 from jax.extend import core
 
+from coda_jax.fusion.custom import has_elementwise_derivative
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
 from coda_jax.graph.on_mesh import ELEMENTWISE
-from coda_jax.jaxprs.calls import callee, opened
 
 SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "slice", "split", "transpose", "name", "copy"})
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
@@ -33,6 +33,7 @@ class Rows:
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.counts: dict[Any, int] = {}
+        self._elementwise: dict[int, bool] = {}  # functions with a derivative of their own
         self.results, self.absorbed = _results_of_dots(jaxpr)
         found = {
             i: dot_of(jaxpr.eqns[i], is_swapped=x is not jaxpr.eqns[i].outvars[0]) for i, x in self.results.items()
@@ -96,7 +97,7 @@ class Rows:
         if name in ELEMENTWISE or name == "name":
             return all(_is_beside(shape, rows) for shape in shapes)
         if name == "custom_jvp_call":
-            return all(_is_beside(shape, rows) for shape in shapes) and is_elementwise(callee(equation))
+            return all(_is_beside(shape, rows) for shape in shapes) and self._is_elementwise(equation)
         if name == "iota":
             return bool(params["dimension"] >= count)
         if name == "broadcast_in_dim":
@@ -104,6 +105,11 @@ class Rows:
         if not all(begins(shape, rows) for shape in (shapes[:1] if name == "pad" else shapes)):
             return False
         return _moves_no_row(name, params, count)
+
+    def _is_elementwise(self, equation: Equation) -> bool:
+        if id(equation) not in self._elementwise:
+            self._elementwise[id(equation)] = has_elementwise_derivative(equation)
+        return self._elementwise[id(equation)]
 
 
 def _results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:
@@ -136,18 +142,6 @@ def sums_rows(equation: Equation, counts: Mapping[Any, int]) -> bool:
         return False
     count = counts.get(equation.invars[0], 0)
     return bool(count) and equation.invars[0].aval.ndim > count and tuple(equation.params["axes"]) == (*range(count),)
-
-
-def is_elementwise(jaxpr: Any) -> bool:
-    """True for a function of elementwise operations alone."""
-    equations: list[Equation] = opened(jaxpr)[0].eqns
-    for equation in equations:
-        name = equation.primitive.name
-        if name in ELEMENTWISE or (name == "broadcast_in_dim" and not equation.invars[0].aval.shape):
-            continue
-        if name not in ("jit", "pjit", "custom_jvp_call") or not is_elementwise(callee(equation)):
-            return False
-    return True
 
 
 def _carries(equation: Equation, x: Any, rows: Sequence[int] | None) -> bool:
