@@ -78,7 +78,7 @@ def family_steps() -> str:
 
 def fused_models() -> str:
     """Value and gradient of unmodified models, plain and under `coda.fuse`."""
-    found = rows(f"{CHIPS[-1]}_fused_models")
+    found = rows(f"{CHIPS[0]}_fused_models")
     about = found[0] | commits(found)
     sizes = f"{about['layers']} layers, {about['batch']} x {about['length']} tokens, width {about['width']}, bfloat16"
     return f"{source(about, COMMANDS['_fused_models'])}. {sizes}.\n\n{report_tables.fused_models(found).rstrip()}"
