@@ -64,6 +64,23 @@ def test_models(name):
     assert after < 0.75 * before
 
 
+def test_a_derivative_of_a_derivative():
+    def f(w, x):
+        slopes = jax.grad(square(scan))(w, x)
+        return square(lambda: slopes)()
+
+    checked(lambda w, x: f(w, x) * 1e-3, W, X)
+    checked(lambda x: jax.grad(lambda x: jax.grad(lambda x: jnp.sum(scan(W, x)))(x).sum())(x).sum(), X)
+
+
+def test_stacked_arguments_are_read_where_they_lie():
+    def f(w, xs):
+        return jax.lax.scan(lambda c, x: ((c @ w) * jnp.sin(x), None), jnp.ones((4, D)), xs)[0]
+
+    before, after = checked(square(f), normal(D, D), normal(5, 4, D))
+    assert after == 5 * 4 * 4 * D * 2 < before  # what is carried, and the product
+
+
 def test_what_else_is_read_stays():
     def f(w, x):
         def step(x, w):

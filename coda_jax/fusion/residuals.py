@@ -85,22 +85,25 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
 
 def _loops(jaxpr: core.Jaxpr) -> Iterator[_Loops]:
     """The loops with backward loops that read more bytes than they need."""
-    readers: dict[Any, list[Any]] = collections.defaultdict(list)
+    readers: dict[Any, list[Equation]] = collections.defaultdict(list)
     for equation in jaxpr.eqns:
         for x in dict.fromkeys(variables(equation.invars)):
             readers[x].append(equation)
     results = set(variables(jaxpr.outvars))
-    scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    scans: list[Equation] = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    used: set[int] = set()  # of a loop's derivatives of higher order each is in one pair
     for forward in scans:
         stacked = forward.outvars[num_carried(forward) :]
-        alone = {x: readers[x] for x in stacked if len(readers[x]) == 1 and x not in results}
-        for backward in (one for one in scans if any([one] == of for of in alone.values())):
-            if _are_steps_in_turn(forward, backward):
-                own = [x for x, of in alone.items() if of == [backward]]
-                loops = _with_cut(forward, backward, own)
-                if loops is not None:
-                    yield loops
-                    break
+        reader = {x: readers[x][0] for x in stacked if len(readers[x]) == 1 and x not in results}
+        for backward in scans:
+            own = [x for x, equation in reader.items() if equation is backward]
+            is_pair = (
+                bool(own) and _are_steps_in_turn(forward, backward) and used.isdisjoint(map(id, (forward, backward)))
+            )
+            loops = _with_cut(forward, backward, own) if is_pair else None
+            if loops is not None:
+                used |= {id(forward), id(backward)}
+                yield loops
 
 
 def _are_steps_in_turn(forward: Equation, backward: Equation) -> bool:
@@ -121,7 +124,7 @@ def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loo
     given = [*body.jaxpr.constvars, *(x for x in body.jaxpr.invars if x not in carried)]
     makers = {x: e for e in body.jaxpr.eqns if e.primitive.name in _COMPUTED_AGAIN for x in e.outvars}
     stacked = cut(wanted, makers, given)
-    if sum(map(_bytes, stacked)) >= sum(_bytes(x) for x in wanted if x not in given):
+    if sum(map(_bytes, stacked)) >= sum(map(_bytes, wanted)):
         return None
     return _Loops(forward, backward, body, residuals, stacked, _between(stacked, wanted, makers, body.jaxpr))
 
