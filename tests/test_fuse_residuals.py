@@ -176,3 +176,21 @@ def test_the_cut_is_the_least():
     sizes = {x.aval.shape for x in cut([v for v in jaxpr.outvars if v in makers], makers, [])}
     assert sizes == {(2,), ()}
     assert cut(jaxpr.outvars[:1], makers, jaxpr.invars) == []
+
+
+def test_a_cut_through_a_long_chain_takes_no_time():
+    def body(x, w):
+        for _ in range(200):
+            x, w = x * x + x, jnp.sin(w) * w
+        return x, w
+
+    jaxpr = jax.make_jaxpr(body)(1.0, 1.0).jaxpr
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    assert cut(jaxpr.outvars, makers, jaxpr.invars[1:]) == [jaxpr.outvars[0]]
+    assert cut(jaxpr.outvars, makers, jaxpr.invars) == []
+
+
+def test_the_program_is_the_same_each_time():
+    f = square(scan)
+    texts = {str(jax.make_jaxpr(coda.fuse(jax.grad(f, argnums=(0, 1))))(W, X)) for _ in range(3)}
+    assert len(texts) == 1

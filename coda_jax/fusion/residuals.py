@@ -162,33 +162,31 @@ def cut(wanted: Sequence[Any], makers: Mapping[Any, Equation], given: Sequence[A
     """The variables with fewest bytes from which those that are wanted can be made, the last of several such sets.
 
     Args:
-      makers: the equations that may be computed again, by their results.
+      makers: the equations that may be computed again, by their results, in order.
       given: variables that cost nothing.
     """
     free = set(given)
+    for x, equation in makers.items():
+        if free.issuperset(variables(equation.invars)):
+            free.add(x)
     room: dict[Any, dict[Any, float]] = collections.defaultdict(dict)  # of the edges of a network with one flow
 
     def add(x: Any, y: Any, size: float) -> None:
         room[x][y] = room[x].get(y, 0.0) + size
         room[y].setdefault(x, 0.0)
 
-    def is_free(x: Any) -> bool:
-        return x in free or (x in makers and all(map(is_free, variables(makers[x].invars))))
-
-    open_, seen = list(wanted), set(wanted)
+    seen = dict.fromkeys(x for x in wanted if x not in free)  # in an order that is the same in each process
+    open_ = list(seen)
     while open_:
         x = open_.pop()
-        if is_free(x):
-            free.add(x)
-            continue
         add((x, "in"), (x, "out"), _bytes(x))
         if x not in makers:
             add("source", (x, "in"), math.inf)
             continue
-        for y in (y for y in variables(makers[x].invars) if not is_free(y)):
+        for y in (y for y in variables(makers[x].invars) if y not in free):
             add((y, "out"), (x, "in"), math.inf)
             if y not in seen:
-                seen.add(y)
+                seen[y] = None
                 open_.append(y)
     for x in (x for x in wanted if x not in free):
         add((x, "out"), "sink", math.inf)
@@ -204,7 +202,7 @@ def cut(wanted: Sequence[Any], makers: Mapping[Any, Equation], given: Sequence[A
         new = {x for x in room[y] if room[x][y] > 0} - behind
         behind |= new
         ends += new
-    return [x for x in seen if (x, "out") in behind and (x, "in") not in behind and (x, "in") in room]
+    return [x for x in seen if (x, "out") in behind and (x, "in") not in behind]
 
 
 def _path(room: Mapping[Any, Mapping[Any, float]], start: Any, end: Any) -> list[tuple[Any, Any]] | None:
