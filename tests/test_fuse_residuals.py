@@ -124,8 +124,8 @@ def test_loops_one_after_the_other_and_inside_of_each_other():
 def test_a_batch_and_a_checkpoint():
     batched = jax.vmap(scan, in_axes=(None, 0))
     checked(square(batched), W, jnp.stack([X, X + 1]))
-    of_checkpoint = jax.checkpoint(layer)
-    before, after = checked(square(lambda w, x: jax.lax.scan(lambda x, w: (of_checkpoint(x, w), None), x, w)[0]), W, X)
+    checkpointed = jax.checkpoint(layer)
+    before, after = checked(square(lambda w, x: jax.lax.scan(lambda x, w: (checkpointed(x, w), None), x, w)[0]), W, X)
     assert after == before
 
 

@@ -101,10 +101,10 @@ def functions(sizes: Sizes) -> dict[str, Callable[..., Any]]:
     loss = fused_models.loss_of(blocks(sizes))
     fused = coda.fuse(loss)
 
-    def of_copies(layers: Sequence[Params], x: jax.Array) -> Any:
+    def copied(layers: Sequence[Params], x: jax.Array) -> Any:
         return fused([joined(w, LAYOUTS["both_copied"]) for w in layers], x)
 
-    each = {name: of_copies if layout.is_copied else fused for name, layout in LAYOUTS.items()}
+    each = {name: copied if layout.is_copied else fused for name, layout in LAYOUTS.items()}
     return {name: jax.value_and_grad(f, (0, 1)) for name, f in ({"plain": loss} | each).items()}
 
 

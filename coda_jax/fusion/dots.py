@@ -108,16 +108,10 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
     return "the axes that it sums over are not the last of its first factor"
 
 
-def convolution_flops(jaxpr: core.Jaxpr) -> Any:
-    """Multiplications and additions of the convolutions among the equations."""
-    equations: list[Equation] = jaxpr.eqns
-    return sum(_flops_of_convolution(one) for one in equations if one.primitive.name == "conv_general_dilated")
-
-
-def _flops_of_convolution(equation: Equation) -> Any:
-    kernel, (out,) = equation.invars[1].aval.shape, equation.outvars
+def convolution_flops(equation: Equation, kernel: Sequence[Any], out: Sequence[Any]) -> Any:
+    """Multiplications and additions of a convolution with a kernel and a result of these shapes."""
     features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * math.prod(out.aval.shape) * math.prod(kernel) // max(features, 1)
+    return 2 * math.prod(out) * math.prod(kernel) // max(1, features)
 
 
 def is_derivative(jaxpr: core.Jaxpr) -> bool:

@@ -21,9 +21,8 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
-from coda_jax.fusion.straight import at_line
+from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.values import is_float
-from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.operators import linear_cross_entropy, token_logprobs
 
@@ -89,7 +88,7 @@ def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJ
             inputs = [read(values, x) for x in equation.invars]
             site = sites.get(equation.outvars[0]) if equation.outvars else None
             if site is None:
-                outputs: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
+                outputs: Sequence[Any] = applied(equation, inputs)
             else:
                 outputs = [at_line(equation, _logprob if site.factors is None else _sum, site, values)]
             values.update(zip(equation.outvars, outputs, strict=True))

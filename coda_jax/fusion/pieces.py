@@ -236,9 +236,12 @@ def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
 
 def _is_of_convolutions(jaxpr: core.Jaxpr) -> bool:
     """True where there is little to gain: XLA fuses the passes between convolutions best in the program as it was."""
-    products = [dot.flops for equation in dots_in(jaxpr).values() if isinstance(dot := dot_of(equation), Dot)]
+    equations: list[Equation] = jaxpr.eqns
+    products = sum(dot.flops for e in dots_in(jaxpr).values() if isinstance(dot := dot_of(e), Dot))
+    convolutions = [e for e in equations if e.primitive.name == "conv_general_dilated"]
+    flops = sum(convolution_flops(e, e.invars[1].aval.shape, e.outvars[0].aval.shape) for e in convolutions)
     try:
-        return bool(convolution_flops(jaxpr) > 10 * sum(products))
+        return bool(flops > 10 * products)
     except jax.errors.InconclusiveDimensionOperation:  # of symbolic sizes
         return False
 

@@ -25,10 +25,9 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.rows import SHAPES
-from coda_jax.fusion.straight import at_line, straight
+from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.on_mesh import ELEMENTWISE, typed
-from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import opened
 from coda_jax.jaxprs.evaluate import read, run
 from coda_jax.jaxprs.walk import num_carried, num_constants
@@ -76,7 +75,7 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
                 of = [read(values, x) for x in loops.forward.invars]
                 outputs = at_line(equation, _backward, loops, inputs, of, stacks[id(loops.forward)])
             else:
-                outputs = at_line(equation, bind, equation.primitive, inputs, equation.params)
+                outputs = applied(equation, inputs)
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(values, x) for x in closed.jaxpr.outvars]
 
@@ -228,11 +227,6 @@ def _bytes(x: Any) -> int:
     return math.prod(x.aval.shape) * (8 if is_key(x.aval) else x.aval.dtype.itemsize)
 
 
-def _apply(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    results: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
-    return results
-
-
 def _forward(loops: _Loops, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
     """The results of the loop, None for its residuals; and what is stacked in their place."""
     body, carried, consts = loops.body, num_carried(loops.forward), num_constants(loops.forward)
@@ -241,7 +235,7 @@ def _forward(loops: _Loops, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         arguments = [*body.consts, *inputs[:consts], *carry, *xs]
         values = dict(zip([*body.jaxpr.constvars, *body.jaxpr.invars], arguments, strict=True))
-        run(body.jaxpr.eqns, values, _apply, ())
+        run(body.jaxpr.eqns, values, applied, ())
         outputs = [read(values, x) for x in body.jaxpr.outvars]
         return outputs[:carried], ([outputs[i] for i in others], [values[x] for x in loops.stacked])
 
@@ -269,7 +263,7 @@ def _backward(loops: _Loops, inputs: Sequence[Any], of: Sequence[Any], stacks: S
     def step(carry: Sequence[Any], xs: tuple[Sequence[Any], ...]) -> tuple[list[Any], list[Any]]:
         values = known | dict(zip([body.jaxpr.invars[i] for i in beside], xs[1], strict=True))
         values |= zip(loops.stacked, xs[2], strict=True)
-        run(loops.again, values, _apply, ())
+        run(loops.again, values, applied, ())
         arguments = [*inputs[:consts], *carry, *[None] * (len(inputs) - first)]
         for i, x in (*zip(own, xs[0], strict=True), *((i, read(values, x)) for i, x in made.items())):
             arguments[i] = x

@@ -58,6 +58,12 @@ def at_line(equation: Equation, f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
 
 
+def applied(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation, at its line."""
+    results: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
+    return results
+
+
 def is_opened(equation: Equation) -> bool:
     """True for a call that is inlined."""
     if equation.primitive.name not in _OPENED:

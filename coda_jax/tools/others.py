@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import is_of_8_bits, is_rounded
+from coda_jax.fusion.dots import convolution_flops
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation, mark_attentions_own
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
@@ -114,8 +115,8 @@ def _us(equation: core.JaxprEqn, a: Any, b: Any, out: Any, device: str) -> float
 def _flops(equation: core.JaxprEqn, a: Sequence[int], b: Sequence[int], out: Sequence[int]) -> int:
     params = equation.params
     if equation.primitive.name == "conv_general_dilated":
-        features = b[params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(out) * math.prod(b) // max(1, features)
+        flops: int = convolution_flops(equation, b, out)
+        return flops
     ragged = params.get("ragged_dot_dimension_numbers")
     (_, contracted), (_, batch) = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     apart = {*contracted, *batch, *(() if ragged is None else ragged.rhs_group_dimensions)}
