@@ -68,10 +68,7 @@ def of_every_device(counts, receive_rows):
     return jax.vmap(lambda device: exchange_of(counts, device, receive_rows))(jnp.arange(counts.shape[0]))
 
 
-@settings(max_examples=200, deadline=None)
-@given(counts(), st.one_of(st.none(), st.integers(1, 60)))
-@pytest.mark.slow
-def test_offsets_and_sizes(counts, receive_rows):
+def check_offsets_and_sizes(counts, receive_rows):
     """Each receiver finds its rows in the order of experts and senders, and each sender finds them there again."""
     made = jax.device_get(of_every_device(jnp.asarray(counts), receive_rows))
     exchanges = [jax.tree.map(lambda x, device=device: x[device], made) for device in range(len(counts))]
@@ -89,6 +86,24 @@ def test_offsets_and_sizes(counts, receive_rows):
         for peer, other in enumerate(exchanges):  # as jax.lax.ragged_all_to_all wants them
             np.testing.assert_array_equal(here.sent.sizes[peer], other.received.sizes[device])
             np.testing.assert_array_equal(here.sent.peer_offsets[peer], other.received.offsets[device])
+            np.testing.assert_array_equal(here.sent.offsets[peer], other.received.peer_offsets[device])
+            if receive_rows is not None:  # empty slices too
+                assert np.all(here.sent.peer_offsets[peer] + here.sent.sizes[peer] <= receive_rows)
+            assert np.all(here.sent.offsets[peer] + here.sent.sizes[peer] <= len(own_rows[device]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(counts(), st.one_of(st.none(), st.integers(1, 60)))
+@pytest.mark.slow
+def test_any_offsets_and_sizes(counts, receive_rows):
+    check_offsets_and_sizes(counts, receive_rows)
+
+
+def test_offsets_and_sizes():
+    """Of three devices, with room for all rows, for all of one device's, and within a slice of an expert."""
+    counts = np.array([[3, 0, 2, 1, 0, 4], [0, 0, 0, 0, 0, 0], [5, 1, 0, 2, 6, 0]])
+    for receive_rows in (None, 9, 4):
+        check_offsets_and_sizes(counts, receive_rows)
 
 
 # ---- the exchange, and experts over it

@@ -48,11 +48,13 @@ def test_order(tokens, experts, k, seed):
     assert {x.dtype for x in order} == {jnp.dtype("int32")}
 
 
-def test_order_of_more_rows_than_keys_of_32_bits():
-    """A stable sort takes the place of that of distinct keys."""
-    ids = ids_of(33, 3, 7).reshape(-1)
-    for got, want in zip(routing._sorted(ids, 2**31), routing._sorted(ids, 7), strict=True):
-        np.testing.assert_array_equal(got, want)
+def test_order_at_the_largest_keys():
+    """Distinct keys of 32 bits, unsigned; a stable sort takes their place where they have more."""
+    for experts in (2**29, 2**30 - 1, 2**30 + 1, 2**31 - 1):
+        ids = jnp.array([experts - 1, 0, experts - 1, 7], jnp.int32)
+        rows, places = routing._sorted(ids, experts)
+        np.testing.assert_array_equal(rows, [1, 3, 0, 2])
+        np.testing.assert_array_equal(places, [2, 0, 3, 1])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
