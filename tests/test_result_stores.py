@@ -292,6 +292,11 @@ def test_some_shapes(some, name, shape, order):
     check(some, name, *sizes(name, *shape), seed=seed_of(name, shape, order), **order)
 
 
+def test_copies_and_their_slots(some):
+    """Both copies in natural order, of two tiles a consumer: slots are filled again while boxes are still to be read."""
+    check(some, "copies in natural order", *sizes("copies in natural order", 8, 32), blocks=1)
+
+
 def check_edges(library, name):
     """Part of a tile, whole tiles, and a little more; stores read late, and early with the sender's warp ahead."""
     for number, (m, n) in enumerate([(8, 12), (16, 24), (17, 25)]):
