@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
 from flax_layers import sharding
+from flax_layers.moe import expert_parallel as of_experts
 from flax_layers.moe.expert_parallel import DOWN, GATE_UP, expert_parallel
 from flax_layers.moe.routing import sorted_experts
 from tests.nvrtc import kernels, needs_nvrtc
@@ -135,6 +136,21 @@ def test_bfloat16(scheme):
     for x, y, rough in zip(got, want, plain, strict=True):
         y, error = np.asarray(y, np.float64), np.abs(np.asarray(rough, np.float64) - y).max()
         np.testing.assert_allclose(np.asarray(x, np.float64), y, atol=3 * error, rtol=0)
+
+
+def test_shares_of_tokens():
+    """Each of eight devices computes an equal share, padded with zeros; joined they are all tokens, whatever number."""
+    axes, rows = ("expert",), [jnp.arange(1.0, 1 + count * D).reshape(1, count, D) for count in (3, 8, 9)]
+
+    def run(rows):
+        shares = [of_experts._share(x, axes) for x in rows]
+        return shares, [of_experts._joined(y, axes, x.shape[:-1]) for x, y in zip(rows, shares, strict=True)]
+
+    mapped = jax.shard_map(run, mesh=mesh_of({"expert": 8}), in_specs=P(), out_specs=(P("expert"), P()))
+    for x, shares, joined in zip(rows, *jax.jit(mapped)(rows), strict=True):
+        padding = -x.size % (8 * D)
+        np.testing.assert_array_equal(shares, np.pad(x[0], ((0, padding // D), (0, 0))))
+        np.testing.assert_array_equal(joined, x)
 
 
 def stable_hlo(sizes, rules, given, function=of_mesh):

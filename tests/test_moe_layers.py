@@ -17,6 +17,7 @@ from flax_layers import moe
 from flax_layers.checkpoints import from_maxtext, from_peft, to_maxtext, to_peft
 from flax_layers.layer_stack import run_layers
 from flax_layers.models import MoEConfig
+from flax_layers.moe.balancing import auxiliary_loss
 
 TINY = MoEConfig(
     vocab_size=64,
@@ -155,6 +156,40 @@ def test_statistics_and_auxiliary_losses(scoring, masked):
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), counted)
     np.testing.assert_allclose(layers.load_balancing_loss(twice), want, rtol=1e-5)
     np.testing.assert_allclose(layers.router_z_loss(twice), squared / tokens, rtol=1e-5)
+
+
+def test_statistics_of_padded_tokens():
+    """They are those of the other tokens; what padding has may be infinite."""
+    rng = np.random.default_rng(0)
+    mask = np.array([[True, True, False], [True, False, False]])
+    logits = np.where(mask[..., None], rng.integers(0, 3, (2, 3, 4)), np.inf).astype(np.float32)
+    probabilities = np.where(mask[..., None], rng.random((2, 3, 4)), np.nan).astype(np.float32)
+    ids = np.argsort(rng.random((2, 3, 4)), axis=-1)[..., :2].astype(np.int32)
+    routing = moe.Routing(ids, np.ones(ids.shape, np.float32), logits, probabilities)
+    counted = jax.jit(moe.router_statistics)(routing, mask, 7)
+    np.testing.assert_array_equal(counted.counts, np.bincount(ids[mask].ravel(), minlength=4))
+    np.testing.assert_allclose(counted.probabilities, probabilities[mask].sum(axis=0), rtol=1e-6)
+    squared = np.log(np.exp(logits[mask], dtype=np.float64).sum(axis=-1)) ** 2
+    np.testing.assert_allclose(counted.squared_lse, squared.sum(), rtol=1e-6)
+    assert counted.tokens == 3 and counted.dropped == 7
+
+
+def test_losses_of_layers_with_other_numbers_of_tokens():
+    """They are means over the tokens of all layers."""
+    layers_ = moe.RouterStatistics(
+        counts=jnp.array([[6, 0, 2], [1, 1, 0]]),
+        probabilities=jnp.array([[2.5, 0.5, 1.0], [0.25, 0.5, 0.25]]),
+        squared_lse=jnp.array([20.0, 1.0]),
+        tokens=jnp.array([4, 1]),
+    )
+    balance = 3 * (np.array([7, 1, 2]) / 5 * np.array([2.75, 1.0, 1.25]) / 5).sum()
+
+    @jax.jit
+    def losses(layers_):
+        return moe.load_balancing_loss(layers_), moe.router_z_loss(layers_), auxiliary_loss(layers_, 0.5, 0.25)
+
+    want = balance, 21 / 5, 0.5 * balance + 0.25 * 21 / 5
+    np.testing.assert_allclose(losses(layers_), want, rtol=1e-6)
 
 
 def test_no_token_that_counts():

@@ -293,7 +293,7 @@ def test_some_shapes(some, name, shape, order):
 
 
 def test_copies_and_their_slots(some):
-    """Both copies in natural order, of two tiles a consumer: slots are filled again while boxes are still to be read."""
+    """Both copies in natural order, of two tiles a consumer: a slot is filled again only when its box has been read."""
     check(some, "copies in natural order", *sizes("copies in natural order", 8, 32), blocks=1)
 
 
