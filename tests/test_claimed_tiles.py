@@ -1,6 +1,6 @@
-"""Tiles that clusters claim, and those of products of groups, by cuda/mainloop_sm90.cuh, cuda/claims.cuh and
-cuda/grouped_scheduler.cuh themselves on the host: the threads of all clusters take turns in a random order, copies
-arrive late, and a tile's products tell which tile was loaded.
+"""Tiles that clusters claim, those split along k, and those of products of groups, by cuda/mainloop_sm90.cuh,
+cuda/claims.cuh and cuda/grouped_scheduler.cuh themselves on the host: the threads of all clusters take turns in a
+random order, copies arrive late, and a tile's products tell which tile was loaded.
 """
 
 import collections
@@ -59,7 +59,7 @@ struct Named {
   int arrived = 0, phase = 0;
 };
 struct Tag {
-  int row, column, k, batch;
+  int row, column, k, batch, half = 0;
 };
 struct Block {  // of threads, and its shared memory
   int index, running = 0, fibers = 0, of_first_warp = 0;
@@ -123,8 +123,8 @@ using uint16 = unsigned short;
 using uint32 = unsigned;
 using uint64 = unsigned long long;
 struct TensorMap {
-  bool is_b, is_transposed_a;
-  int bytes;  // of a copy
+  bool is_b, is_transposed;  // a stored as (k, m), b as (n, k)
+  int bytes;                 // of a copy
 };
 static void tma_prefetch_map(const TensorMap&) {}
 static void mbarrier_init_fence() {}
@@ -179,22 +179,24 @@ static int load_word(uint32 from) {
 }
 static void store_zeros(uint32) {}
 static void fence_async_proxy() {}
-static void copy(Block* block, uint32 target, const TensorMap& map, uint32 barrier, int inner, int outer, int batch) {
+static void copy(Block* block, uint32 target, const TensorMap& map, uint32 barrier, int inner, int half, int outer,
+                 int batch) {
   send(block, [=] {
-    if (map.is_b) block->tags[target] = {0, inner, outer, batch};
-    if (map.is_transposed_a) block->tags[target] = {inner, 0, outer, batch};
-    for (int row = 0; !map.is_b && !map.is_transposed_a && row < 128; row += 64)
+    if (map.is_b && map.is_transposed) block->tags[target] = {0, outer, inner, batch, half};
+    if (map.is_b && !map.is_transposed) block->tags[target] = {0, inner, outer, batch, half};
+    if (!map.is_b && map.is_transposed) block->tags[target] = {inner, 0, outer, batch};
+    for (int row = 0; !map.is_b && !map.is_transposed && row < 128; row += 64)
       block->tags[target + row * 128] = {outer + row, 0, inner, batch};
     arrive_bytes(block, barrier, map.bytes);
   });
 }
-static void tma_load(uint32 target, const TensorMap& map, uint32 barrier, int inner, int, int outer, int batch) {
-  copy(current->block, target, map, barrier, inner, outer, batch);
+static void tma_load(uint32 target, const TensorMap& map, uint32 barrier, int inner, int half, int outer, int batch) {
+  copy(current->block, target, map, barrier, inner, half, outer, batch);
 }
-static void tma_load_multicast(uint32 target, const TensorMap& map, uint32 barrier, int inner, int, int outer,
+static void tma_load_multicast(uint32 target, const TensorMap& map, uint32 barrier, int inner, int half, int outer,
                                int batch, uint16 everyone) {
   for (size_t rank = 0; rank < current->cluster->blocks.size(); ++rank)
-    if (everyone >> rank & 1) copy(block_of(rank), target, map, barrier, inner, outer, batch);
+    if (everyone >> rank & 1) copy(block_of(rank), target, map, barrier, inner, half, outer, batch);
 }
 static bool arrive_at_named(int number, int threads) {
   Named& at = current->block->named[number];
@@ -233,7 +235,21 @@ static void fence() {}
 static void commit() {}
 template <int count> void wait() { step(); }
 template <class Registers> void keep_behind_wait(Registers&) {}
-template <DType, DType, bool, bool, class Registers>
+static int halves;  // of b's tile of 64 columns
+/// Whether all boxes of a stage's b are where they belong, by the first one.
+static bool is_whole(ptx::uint32 b, const Tag& first, bool is_transposed) {
+  int boxes = 0;
+  const auto& tags = current->block->tags;
+  for (auto it = tags.lower_bound(b); it != tags.end() && it->first < b + 64 * 128; ++it, ++boxes) {
+    const int row = (it->first - b) / 128;
+    const int column = first.column + (is_transposed ? row % (64 / halves) : 0);
+    const int k = first.k + (is_transposed ? 0 : row);
+    const Tag& box = it->second;
+    if (box.column != column || box.k != k || box.half != row / (64 / halves) || box.batch != first.batch) return false;
+  }
+  return boxes == max(halves, static_cast<int>(current->cluster->blocks.size()));
+}
+template <DType, DType, bool, bool b_is_mn_major, class Registers>
 void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulate) {
   if (!accumulate) std::fill(std::begin(registers), std::end(registers), 0.f);
   const auto& tags = current->block->tags;
@@ -251,6 +267,7 @@ void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulat
     if (!is_first && (registers[1] != of_b.column || registers[5] != of_b.batch)) fault = wrong_stage;
     registers[1] = of_b.column, registers[5] = of_b.batch;
     if (of_b.k < registers[6] || of_b.k >= registers[6] + 64) fault = wrong_stage;
+    if (tags.count(a * 16) && !is_whole(b * 16, of_b, !b_is_mn_major)) fault = wrong_stage;
   } else if (!accumulate) {
     fault = wrong_stage;
   }
@@ -258,7 +275,7 @@ void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulat
 }  // namespace wgmma
 template <class Config, class Epilogue>
 struct EpilogueLayout {
-  static constexpr int n_halves = 1, bytes = 1024, load_slots = 1;
+  static constexpr int n_halves = Config::halves, bytes = 1024, load_slots = 1;
   static constexpr bool cooperative = 2 * Config::consumer_m == Config::tile_m;
 };
 static std::vector<int> pieces;
@@ -332,15 +349,17 @@ struct Whole {
   static constexpr int sections = 1, tile_loads = 1;
   static constexpr Section section[1] = {{0, 0, 0}};
 };
-template <int stages_, int cluster_m_, bool cooperative, Ragged ragged_ = Ragged::none, bool claims_ = true>
+template <int stages_, int cluster_m_, bool cooperative, Ragged ragged_ = Ragged::none, bool claims_ = true,
+          bool split_k_ = false, int halves_ = 1>
 struct Unsized {
   static constexpr int tile_m = 128, tile_n = 64, tile_k = 64, stages = stages_, cluster_m = cluster_m_;
   static constexpr int consumer_m = cooperative ? 64 : 128, loaded_rows = tile_m;
   static constexpr Ragged ragged = ragged_;
   static constexpr int groups = 3, offsets = 0;
-  static constexpr bool transpose_a = ragged == Ragged::k, transpose_b = false;
+  static constexpr bool transpose_a = ragged == Ragged::k, transpose_b = split_k_ || halves_ > 1;
   static constexpr bool a_batched = ragged == Ragged::none, b_batched = ragged != Ragged::k;
-  static constexpr bool claims = claims_, split_k = false;
+  static constexpr bool claims = claims_, split_k = split_k_;
+  static constexpr int halves = halves_;
   static constexpr DType input = DType::bf16;
 };
 template <class Of>
@@ -441,22 +460,30 @@ static void launch(int clusters, int resident, int fast, bool strict) {
 extern "C" int run(int form, int m, int n, int k, int batch, int clusters, int fast, int seed, int counter,
                    int* offsets, int* out, int* count) {
   const bool cooperative = form == 2, k_in_groups = form == 7 || form == 8;
-  const int cluster_m = form == 1 || form == 4 ? 1 : 2;
-  fault = none, events.clear(), pieces.clear(), random_numbers.seed(seed);
-  params = {{{false, k_in_groups, (k_in_groups ? 64 : 128) * 64 * 2}, {true, false, 64 * 64 * 2 / cluster_m}},
+  const int cluster_m = form == 1 || form == 4 || form == 10 ? 1 : 2;
+  wgmma::halves = form >= 10 ? 2 : 1;
+  fault = none, events.clear(), pieces.clear(), sent.clear(), random_numbers.seed(seed);
+  params = {{{false, k_in_groups, (k_in_groups ? 64 : 128) * 64 * 2},
+             {true, form >= 9, 64 * 64 * 2 / max(cluster_m, wgmma::halves)}},
             {offsets, &counter}, m, n, k, batch};
   const int resident = multiprocessors / cluster_m;
   const bool strict = fast >= 0 || seed % 2;
-  constexpr Ragged by_m = Ragged::m, by_k = Ragged::k;
+  constexpr Ragged none_ = Ragged::none, by_m = Ragged::m, by_k = Ragged::k;
+#ifndef PAIRS
   if (form == 3) launch<Sized<Unsized<3, 2, false, by_m>>>(clusters, resident, fast, strict);
   else if (form == 4) launch<Sized<Unsized<4, 1, false, by_m, false>>>(clusters, resident, fast, strict);
   else if (form == 5) launch<Sized<Unsized<2, 2, true, by_m>>>(clusters, resident, fast, strict);
   else if (form == 6) launch<Sized<Unsized<5, 2, false, by_m, false>>>(clusters, resident, fast, strict);
   else if (form == 7) launch<Sized<Unsized<3, 2, false, by_k, false>>>(clusters, resident, fast, strict);
   else if (form == 8) launch<Sized<Unsized<4, 2, true, by_k>>>(clusters, resident, fast, strict);
+  else if (form == 9) launch<Sized<Unsized<3, 2, false, none_, false, true>>>(clusters, resident, fast, strict);
+  else if (form == 10) launch<Sized<Unsized<4, 1, false, none_, false, true, 2>>>(clusters, resident, fast, strict);
+  else if (form == 11) launch<Sized<Unsized<3, 2, false, none_, false, false, 2>>>(clusters, resident, fast, strict);
   else if (cooperative) launch<Sized<Unsized<4, 2, true>>>(clusters, resident, fast, strict);
-  else if (cluster_m == 2) launch<Sized<Unsized<STAGES, 2, false>>>(clusters, resident, fast, strict);
-  else launch<Sized<Unsized<3, 1, false>>>(clusters, resident, fast, strict);
+  else if (cluster_m == 1) launch<Sized<Unsized<3, 1, false>>>(clusters, resident, fast, strict);
+  else
+#endif
+  launch<Sized<Unsized<STAGES, 2, false>>>(clusters, resident, fast, strict);
   if (fault == none) std::copy(pieces.begin(), pieces.end(), out);
   *count = pieces.size() / 5;
   return fault;
@@ -467,8 +494,42 @@ extern "C" int most_stages() {
   return stages;
 }
 """
+# Sums of k slices: what the warps of blocks have sent. Those of one tile are added.
+PARTIAL_TILES = r"""
+#pragma once
+#include "scheduler.cuh"
+struct float4;
+static std::map<std::pair<int, int>, std::vector<float>> sent;  // by block and warp
+namespace coda {
+template <class Accumulator>
+struct PartialTiles {
+  float4* slots;
+  int* flags;
+  int warp, lane;
+  void send(const Accumulator& accumulator) const {
+    step();
+    auto& sums = sent[{blockIdx.x, warp}];
+    if (!sums.empty()) fault = wrong_stage;
+    sums.assign(accumulator.registers[0], accumulator.registers[0] + 6);
+  }
+  void add(const Others& others, Accumulator& accumulator) const {
+    float* sums = accumulator.registers[0];
+    for (int i = 0; i < others.count; ++i) {
+      const std::pair<int, int> of{others.first + i * others.stride, warp};
+      wait_until([=] { return sent.count(of); });
+      const auto& more = sent.at(of);
+      for (int same : {0, 1, 2, 5})
+        if (sums[same] != more[same]) fault = wrong_stage;
+      sums[3] += more[3], sums[4] += more[4];
+    }
+  }
+};
+}  // namespace coda
+"""
 FORMS = {"pairs": 0, "alone": 1, "cooperative": 2}
-CLUSTER_M = {"pairs": 2, "alone": 1, "cooperative": 2}
+CLUSTER_M = {"pairs": 2, "alone": 1, "cooperative": 2, "split, pairs": 2, "split halves, alone": 1, "halves, pairs": 2}
+# In turn, with b stored as (N, K): tiles split along k, and of two halves of N, of which a tile has 32 columns each.
+IN_TURN = {"split, pairs": 9, "split halves, alone": 10, "halves, pairs": 11}
 # Of products of groups: rows or k in groups, and whether tiles are claimed.
 GROUPED = {
     "m, pairs, claimed": 3,
@@ -482,7 +543,7 @@ GROUPED = {
 
 def compiled(folder, *flags):
     """Compiles run.cc and returns what g++ says."""
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-fno-gnu-unique", *flags, "-o", "run.so", "run.cc"]
+    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", "-fno-gnu-unique", *flags, "-o", "run.so", "run.cc"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
 
 
@@ -511,9 +572,7 @@ def folder(tmp_path_factory):
         (folder / name).write_text(text)
     for name in ("contracts", "accumulator_sm90", "epilogue_layout_sm90"):
         (folder / f"{name}.cuh").write_text("#pragma once\n")
-    (folder / "partial_tiles_sm90.cuh").write_text(
-        "#pragma once\nnamespace coda { template <class> struct PartialTiles {}; struct float4; }\n"
-    )
+    (folder / "partial_tiles_sm90.cuh").write_text(PARTIAL_TILES)
     return folder
 
 
@@ -530,7 +589,7 @@ def runner(library):
         out, count = np.zeros((1 << 12, 5), np.int32), ctypes.c_int()
         sizes = m, n, k, batch, clusters, fast, seed, counter
         arrays = [array.ctypes.data_as(ctypes.c_void_p) for array in (np.asarray(offsets, np.int32), out)]
-        fault = library.run({**FORMS, **GROUPED}[form], *sizes, *arrays, ctypes.byref(count))
+        fault = library.run({**FORMS, **GROUPED, **IN_TURN}[form], *sizes, *arrays, ctypes.byref(count))
         assert fault == 0, ["", *FAULTS][fault]
         return out[: count.value]
 
@@ -555,9 +614,10 @@ FAULTS = (
 
 def tiles(form, m, n, batch=1):
     """(row, column, batch) of all tiles, those of clusters that reach beyond M too."""
-    rows_of_cluster = 128 * CLUSTER_M[form]
+    rows_of_cluster, halves = 128 * CLUSTER_M[form], 1 + ("halves" in form)
     rows = range(0, -(-m // rows_of_cluster) * rows_of_cluster, 64 if form == "cooperative" else 128)
-    return collections.Counter((row, column, of) for row in rows for column in range(0, n, 64) for of in range(batch))
+    columns = range(0, n // halves, 64 // halves)
+    return collections.Counter((row, column, of) for row in rows for column in columns for of in range(batch))
 
 
 def shares(pieces, form, clusters):
@@ -599,7 +659,16 @@ def test_the_counter_has_to_be_zero_when_the_kernel_starts(run):
 def test_a_number_is_read_before_it_is_overwritten(library, folder):
     """With as many stages as are allowed, which pairs have here; the kernel refuses more when it compiles."""
     assert library.most_stages() == STAGES
-    assert "no claim is overwritten before it is read" in compiled(folder, f"-DSTAGES={STAGES + 1}", "-fsyntax-only")
+    assert "no claim is overwritten before it is read" in compiled(
+        folder, f"-DSTAGES={STAGES + 1}", "-DPAIRS", "-fsyntax-only"
+    )
+
+
+def test_every_tile_once_in_turn(run):
+    """A tile's sums are those of all of k, also where some blocks have slices of it."""
+    for form, (clusters, k), seed in itertools.product(IN_TURN, ((9, 64 * 13), (19, 64 * 13), (14, 64)), range(2)):
+        pieces = run(form, 512, 320, k, batch=2, clusters=clusters, seed=seed)
+        assert collections.Counter(tuple(piece[2:]) for piece in pieces.tolist()) == tiles(form, 512, 320, 2)
 
 
 OFFSETS = {
