@@ -5,6 +5,7 @@ Also split-K's sums, by cuda/partial_tiles_sm90.cuh, block after block.
 
 import ctypes
 import functools
+import itertools
 import pathlib
 import subprocess
 
@@ -20,6 +21,7 @@ SOURCE = r"""
 #define __host__
 #define __forceinline__ inline
 #include <algorithm>
+#include <string>
 using std::max, std::min;
 static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 static float of_quotient = 1;  // what the device's approximate division gives of the exact one
@@ -31,13 +33,17 @@ struct float4 {
   float x, y, z, w;
 };
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static void __stcg(float4* to, float4 value) { *to = value; }
-static float4 __ldcg(const float4* from) { return *from; }
-static void __syncwarp() {}
+static std::string steps;  // of a thread, each kind once in a row
+static void step(char kind) {
+  if (steps.empty() || steps.back() != kind) steps += kind;
+}
+static void __stcg(float4* to, float4 value) { step('s'), *to = value; }
+static float4 __ldcg(const float4* from) { return step('l'), *from; }
+static void __syncwarp() { step('w'); }
 static void __nanosleep(int) { throw 1; }  // it waits for a block that has not run
 namespace coda::ptx {
-static void store_release(int* flag, int value) { *flag = value; }
-static int load_acquire(const int* flag) { return *flag; }
+static void store_release(int* flag, int value) { step('r'), *flag = value; }
+static int load_acquire(const int* flag) { return step('a'), *flag; }
 }  // namespace coda::ptx
 PARTIAL_TILES
 using namespace coda;
@@ -109,6 +115,22 @@ static int sums(int m, int n, int k, int clusters, const float* value, float* ou
 }
 extern "C" int run_sums(int cluster_m, int m, int n, int k, int clusters, const float* value, float* out) {
   return cluster_m == 2 ? sums<2>(m, n, k, clusters, value, out) : sums<1>(m, n, k, clusters, value, out);
+}
+
+/// What a thread of block 2 does when it sends, and when it adds the sums of blocks 1 and 3; '!' if it waits.
+extern "C" const char* handover(int warp, int lane, int* flags) {
+  static float4 slots[4 * 128 * 32];
+  const PartialTiles<Registers> partial_tiles{slots, flags, warp, lane};
+  Registers sum = {};
+  blockIdx.x = 2, steps.clear();
+  partial_tiles.send(sum);
+  steps += ' ';
+  try {
+    partial_tiles.add({1, 2, 2}, sum);
+  } catch (int) {
+    steps += '!';
+  }
+  return steps.c_str();
 }
 
 extern "C" void quotients(float of_exact, int count, const int* dividends, const int* divisors, int* out) {
@@ -244,6 +266,13 @@ def test_parts(run, sizes, options):
     assert found == split * options.get("cluster_m", 2)
 
 
+def test_a_short_last_band_that_is_split(run):
+    """All of the above."""
+    case = SHAPES[6]
+    for test in (test_every_k_block_of_every_tile_once, test_no_cluster_has_much_more_than_another, test_parts):
+        test(run, *case)
+
+
 @pytest.mark.parametrize(
     ("sizes", "options"), [case for case in SHAPES if not {"parts", "split_k"} & case[1].keys()], ids=str
 )
@@ -279,3 +308,18 @@ def test_sums(library, run, m, n, k, cluster_m, clusters):
     is_split = [np.array_equal(tile, functools.reduce(np.add, of_parts)) for tile in out]
     is_whole = [np.array_equal(tile, of_parts[0]) for tile in out]
     assert parts > 1 and sum(is_split) == split * cluster_m and sum(is_whole) == tiles - sum(is_split)
+
+
+def test_sums_are_handed_over_in_order(library):
+    """A flag is set when all lanes have stored, and what others have stored is read when the lanes have seen their
+    flags: each lane that of a block, of its own warp.
+    """
+    library.handover.restype = ctypes.c_char_p
+    for lane, ready in itertools.product(range(3), ((1, 3), (1,), (3,), ())):
+        flags = np.zeros((4, 4), np.int32)
+        flags[list(ready), 2] = 1
+        said = library.handover(2, lane, flags.ctypes.data_as(ctypes.c_void_p)).decode()
+        sent, seen = "swr" if lane == 0 else "sw", "a" if lane < 2 else ""
+        waits = lane < 2 and (1, 3)[lane] not in ready
+        assert said == f"{sent} {seen}{'!' if waits else 'wl'}"
+        assert flags[2, 2] == (lane == 0) and flags.sum() == len(ready) + (lane == 0)
