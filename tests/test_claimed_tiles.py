@@ -76,7 +76,8 @@ struct Cluster {
 struct Fiber {
   Cluster* cluster;
   Block* block;
-  int thread, priority;
+  int thread, priority, fences = 0;
+  unsigned stage, zeroed = ~0u;  // where a's rows of the last stage are; the first bytes zeroed for a tile
   std::function<bool()> ready;  // none: it can go on
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
@@ -177,8 +178,8 @@ static int load_word(uint32 from) {
   if (found == current->block->words.end()) fault = bad_word;
   return found == current->block->words.end() ? 0 : found->second;
 }
-static void store_zeros(uint32) {}
-static void fence_async_proxy() {}
+static void store_zeros(uint32 at) { current->zeroed = min(current->zeroed, at); }
+static void fence_async_proxy() { current->fences++; }
 static void copy(Block* block, uint32 target, const TensorMap& map, uint32 barrier, int inner, int half, int outer,
                  int batch) {
   send(block, [=] {
@@ -231,7 +232,7 @@ struct Accumulator {
 namespace wgmma {
 constexpr int k_step_bytes = 32;
 static ptx::uint64 descriptor(ptx::uint32 address) { return address / 16; }
-static void fence() {}
+static void fence() { current->stage = ~0u; }
 static void commit() {}
 template <int count> void wait() { step(); }
 template <class Registers> void keep_behind_wait(Registers&) {}
@@ -260,6 +261,7 @@ void multiply(Registers& registers, ptx::uint64 a, ptx::uint64 b, bool accumulat
     if (registers[3] > 0 && (registers[0] != found[0] || registers[2] != found[2])) fault = wrong_stage;
     registers[0] = found[0], registers[2] = found[2];
     registers[3] += 1, registers[4] += of_a.k, registers[6] = of_a.k;
+    current->stage = min(current->stage, static_cast<unsigned>(a * 16));
   }
   if (tags.count(b * 16)) {
     const Tag of_b = tags.at(b * 16);
@@ -318,6 +320,13 @@ struct EpilogueVisitor {
         found[3] != blocks || found[4] != blocks * first + 32 * blocks * (blocks - 1) ||
         found[5] != (Config::b_batched ? tile.batch : 0))
       fault = wrong_stage;
+    // Rows of k behind the end of a group are zeroed, each warp's part of them, and no others.
+    const bool has_rest = Config::ragged == Ragged::k && (k == 0 || k % 64 > 0);
+    const int zeroed = 128 * (k % 64) + 512 * warp;
+    if (current->fences != has_rest ||
+        current->zeroed != (has_rest && zeroed < 64 * 128 ? current->stage + zeroed : ~0u))
+      fault = wrong_stage;
+    current->fences = 0, current->zeroed = ~0u;
     ring.wait_full(at);
     const Tag operand = current->block->tags[base];
     if (operand.row != tile.row || operand.column != tile.column || operand.batch != tile.batch) fault = wrong_operand;
