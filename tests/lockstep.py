@@ -144,7 +144,11 @@ static void complete(Mbarrier& barrier) {
   if (barrier.left == 0 && barrier.bytes == 0) barrier.left = barrier.arrivals, barrier.phase ^= 1;
 }
 static void mbarrier_init(uint32 address, int arrivals) { mbarriers[address] = {arrivals, arrivals, 0, 0}; }
-static void mbarrier_arrive(uint32 address) { --mbarriers[address].left, complete(mbarriers[address]); }
+static void mbarrier_arrive(uint32 address) {  // for the warp, whose lanes give back what they have read
+  const int warp = current / 32 * 32;
+  for (int i = warp; i < min(fibers, warp + 32); ++i) is_unfenced = is_unfenced || !read.of[i].empty();
+  --mbarriers[address].left, complete(mbarriers[address]);
+}
 static void mbarrier_arrive_expect(uint32 address, int bytes) {
   mbarriers[address].bytes += bytes;
   mbarrier_arrive(address);

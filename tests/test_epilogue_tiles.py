@@ -22,7 +22,7 @@ WIDE = {  # tiles of more than 64 columns: for their heads
 }
 NAMES = [name for name, program in PROGRAMS.items() if program.epilogue is not None]
 SOME = (
-    *("every_vector", "extrema", "logsumexp_pick", "parts", "residual"),
+    *("every_vector", "extrema", "logsumexp_pick", "parts_of_sum", "residual"),
     *("softmax_of_heads", "rotary_repeated", "rotary_whole_tables"),
 )
 OPTIONS = {"extrema": {"column_passes": 2, "box_n": 32}, "residual": {"load_slots": 1, "box_n": 32, "subtile_n": 32}}
