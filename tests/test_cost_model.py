@@ -16,7 +16,7 @@ from coda_jax.operators.feed_forward import gated
 from coda_jax.tiles.choose import candidates, choose_config
 from coda_jax.tiles.config import TileShape
 from coda_jax.tiles.constants import by_time, constants_for
-from coda_jax.tiles.cost_model import GemmShape, best_first, cost, relative_power, split_tiles
+from coda_jax.tiles.cost_model import GemmShape, _clusters, best_first, cost, relative_power, split_tiles
 from coda_jax.tiles.traffic import ElementTraffic, EpilogueTraffic, element_traffic, keeps_tables
 
 DEVICE, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
@@ -67,6 +67,38 @@ def test_tiles_of_few_rows_only_for_what_has_been_timed(name, m, n):
     assert (64, 64) not in {config.tile.size for config in candidates(*arguments)}
     if name != "rotary_256":
         assert choose_config(*arguments, coda.GemmConfig(tile_m=64, tile_n=64)).tile.size == (64, 64)
+
+
+def test_the_last_of_few_rows():
+    """Tiles of 64 x 64 up to 256 rows, and a CTA alone where a tile has all rows."""
+
+    def tiles(m):
+        problem = Shape("identity", "NT", m, 1024, 1024).problem
+        return [config.tile for config in candidates(problem.shape, problem.program, problem.out_dtypes)]
+
+    assert [(64, 64) in {tile.size for tile in tiles(m)} for m in (256, 257)] == [True, False]
+    assert [{tile.cluster_m for tile in tiles(m) if tile.tile_m == 128} for m in (128, 129)] == [{1}, {1, 2}]
+
+
+def test_what_memory_does_not_hide():
+    """A tenth of the multiplications, where reading takes longer; else all of them, beside a tenth of the reading."""
+    traffic, shape = ElementTraffic(0, 2, 0, False, 0.0, False), GemmShape(16, 4096, 14336)
+    no_block = dict.fromkeys(H200.of_block, (0.0, 0.0))
+
+    def cost_if(factor):
+        alone = {tile: factor * time for tile, time in H200.alone.items()}
+        constants = dataclasses.replace(H200, alone=alone, of_block=no_block)
+        return cost(shape, TileShape(64, 64, 1, False, False), traffic, constants)
+
+    hidden, seen = cost_if(0.6) - cost_if(0.4), cost_if(2.2) - cost_if(2.0)
+    assert hidden == pytest.approx(seen / 10, rel=1e-3)
+
+
+@pytest.mark.parametrize("m, groups, clusters", [(4096, 16, 40), (4, 16, 9), (40, 30, 30)])
+def test_groups_end_within_tiles(m, groups, clusters):
+    """Half a tile more for each group, and one at least for each that has rows."""
+    shape = GemmShape(m, 256, 64, ragged="m", groups=groups)
+    assert _clusters(shape, TileShape(128, 128, 2, False, False)) == clusters
 
 
 def test_no_product_is_faster_than_memory():

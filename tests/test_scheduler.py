@@ -266,13 +266,6 @@ def test_parts(run, sizes, options):
     assert found == split * options.get("cluster_m", 2)
 
 
-def test_a_short_last_band_that_is_split(run):
-    """All of the above."""
-    case = SHAPES[6]
-    for test in (test_every_k_block_of_every_tile_once, test_no_cluster_has_much_more_than_another, test_parts):
-        test(run, *case)
-
-
 @pytest.mark.parametrize(
     ("sizes", "options"), [case for case in SHAPES if not {"parts", "split_k"} & case[1].keys()], ids=str
 )
@@ -282,6 +275,13 @@ def test_the_cost_model_knows(run, sizes, options):
     expected = split_tiles(shape, TileShape(128, 128, options.get("cluster_m", 2), True, False))
     split, parts = run(*sizes, **options)[0, 6:8]
     assert (split, parts if split else 1) == expected
+
+
+def test_some_products_that_are_split(run):
+    """All of the above, of one tile in as many parts as there may be, and of a short last band."""
+    tests = (test_every_k_block_of_every_tile_once, test_no_cluster_has_much_more_than_another, test_parts)
+    for case, test in itertools.product((SHAPES[1], SHAPES[6]), (*tests, test_the_cost_model_knows)):
+        test(run, *case)
 
 
 @pytest.mark.parametrize(
