@@ -100,7 +100,7 @@ def test_any_offsets_and_sizes(counts, receive_rows):
 
 
 def test_offsets_and_sizes():
-    """Of three devices, with room for all rows, for all of one device's, and within a slice of an expert."""
+    """Three devices, with room for all rows, for some of one device's, and for a part of an expert's slice."""
     counts = np.array([[3, 0, 2, 1, 0, 4], [0, 0, 0, 0, 0, 0], [5, 1, 0, 2, 6, 0]])
     for receive_rows in (None, 9, 4):
         check_offsets_and_sizes(counts, receive_rows)
