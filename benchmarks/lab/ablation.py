@@ -49,6 +49,12 @@ def _part(of: str, epilogue: Callable[..., Any], operands: int, tiles: int = 1) 
     )
 
 
+def _maxima(acc: jax.Array, *, is_rounded: bool) -> tuple[jax.Array, jax.Array]:
+    """A product and its rows' largest elements, of float32 numbers or of those that are stored."""
+    z = acc.astype(jnp.bfloat16).astype(jnp.float32) if is_rounded else acc
+    return z, jnp.max(z, axis=1)
+
+
 def _one_position(m: int, n: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Rotary's operands, with the tables of one row for all."""
     rstd, *tables = PROGRAMS["rotary_qkv"].operand_types(m, n)
@@ -59,6 +65,8 @@ PARTS: dict[str, dict[str, Program]] = {
     "residual_sumsq": {
         "x": PROGRAMS["residual"],
         "row sums": _part("residual_sumsq", lambda acc: (acc, jnp.sum(acc * acc, axis=1)), 0),
+        "maxima": _part("residual_sumsq", functools.partial(_maxima, is_rounded=False), 0),
+        "maxima, rounded": _part("residual_sumsq", functools.partial(_maxima, is_rounded=True), 0),
     },
     "swiglu": {
         "z": _part("swiglu", lambda acc, rstd: acc * rstd, 1),

@@ -155,7 +155,7 @@ class Lift:
                 takes_inner=True,
                 derived="norm",
             )
-        if out.aval.dtype != self.dtype:
+        if out.aval.dtype != self.dtype and not self._is_rounded(out):
             product.made_of = value.made_of = frozenset({np.dtype(out.aval.dtype)})
         if self.is_exact and out.aval.dtype != np.dtype(FLOAT32):
             value = mapped(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")

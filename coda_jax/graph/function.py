@@ -17,6 +17,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
+from coda_jax.graph.as_stored import seen_as_stored
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.describe import described, maps_that_are_not_local
 from coda_jax.graph.kept import kept_values
@@ -99,7 +100,7 @@ class Graph:
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan that makes the outputs."""
-        return Plan(self.outputs)
+        return Plan(self.outputs, as_stored=seen_as_stored(self.outputs))
 
     @functools.cached_property
     def weights(self) -> frozenset[Value]:
@@ -166,14 +167,22 @@ class Derivative:
     @functools.cached_property
     def forward_plan(self) -> Plan:
         """The plan that makes the outputs and the kept values."""
-        return Plan([*self.graph.outputs, *self.kept])
+        return Plan([*self.graph.outputs, *self.kept], as_stored=self.as_stored)
+
+    @functools.cached_property
+    def as_stored(self) -> frozenset[Value]:
+        """The tiles of both passes that each reader sees as they are stored."""
+        return seen_as_stored([*self.graph.outputs, *self._leaf_cotangents])
+
+    @functools.cached_property
+    def _leaf_cotangents(self) -> list[Value]:
+        return [x for x in self._derived(frozenset())[1] if x is not None]
 
     @functools.cached_property
     def kept(self) -> list[Value]:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
-        _, leaf_cotangents = self._derived(frozenset())
-        cotangents = [x for x in leaf_cotangents if x is not None]
-        return kept_values(self.graph.outputs, cotangents, joins=not self.graph.keeps_joins)
+        joins = not self.graph.keeps_joins
+        return kept_values(self.graph.outputs, self._leaf_cotangents, self.as_stored, joins=joins)
 
     @functools.cached_property
     def _names(self) -> dict[Value, str]:
@@ -207,7 +216,9 @@ class Derivative:
         """The backward pass where the cotangents of these outputs are zeros."""
         if absent not in self._passes:
             cotangents, leaf_cotangents = self._derived(absent)
-            plan = Plan([x for x in leaf_cotangents if x is not None], self.kept)
+            wanted = [x for x in leaf_cotangents if x is not None]
+            as_stored = self.as_stored if not absent else self.as_stored | seen_as_stored(wanted)
+            plan = Plan(wanted, self.kept, as_stored=as_stored)
             self._passes[absent] = BackwardPass(cotangents, leaf_cotangents, plan)
         return self._passes[absent]
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from coda_jax.graph.calls import Result
 from coda_jax.graph.plan import remembered
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
 
-def kept_values(outputs: Sequence[Value], cotangents: Sequence[Value], *, joins: bool = False) -> list[Value]:
+def kept_values(
+    outputs: Sequence[Value],
+    cotangents: Sequence[Value],
+    as_stored: Collection[Value] = (),
+    *,
+    joins: bool = False,
+) -> list[Value]:
     """The values of a forward pass that are kept for a backward pass, which computes the values `cotangents`.
 
     A value is kept if the backward pass reads it, unless it is as quickly computed again: maps of leaves alone that are
     tiles or read none, maps of one tile in memory, and transposed copies of these where an epilogue reads that tile.
     The vectors that these read are kept. With `joins` maps of several tiles in memory are computed again too, where a
-    map of the backward pass reads all of these.
+    map of the backward pass reads all of these. Those of `as_stored` are not.
     """
     read = _forward_values_read(outputs, cotangents)
     choice = _Choice(set(read), _read_together(outputs, cotangents) if joins else [])
     for value in read:  # the values that it is made of have been decided before it
-        choice.decide(value)
+        if value not in as_stored:
+            choice.decide(value)
     return sorted(choice.kept, key=lambda value: value.number)
 
 
@@ -71,7 +78,7 @@ class _Choice:
             return
         if isinstance(value, Turned):
             sources = self._sources(value.inputs[0])
-            if _is_of_leaves(value):
+            if is_of_leaves(value):
                 self.kept.remove(value)
             elif (
                 len(sources) == 1
@@ -87,7 +94,7 @@ class _Choice:
             self.kept.remove(value)
             sources = self._sources(value)
             is_again = None not in sources and (len(sources) == 1 or any(sources <= one for one in self.together))
-            if _is_of_leaves(value) or is_again:
+            if is_of_leaves(value) or is_again:
                 self._keep_vectors(value)
             else:
                 self.kept.add(value)
@@ -118,8 +125,9 @@ class _Choice:
 
 
 @remembered
-def _is_of_leaves(value: Value) -> bool:
-    return isinstance(value, Leaf) or (isinstance(value, Map | Turned) and all(map(_is_of_leaves, value.inputs)))
+def is_of_leaves(value: Value) -> bool:
+    """True for a leaf, and for a map of leaves alone."""
+    return isinstance(value, Leaf) or (isinstance(value, Map | Turned) and all(map(is_of_leaves, value.inputs)))
 
 
 @remembered

@@ -7,6 +7,7 @@ epilogue of the last product that it depends on, or after it. The rules are thes
     a map that reads a sum along rows or columns is placed after the product whose epilogue makes the sum
     a tile map that is placed after a product is computed again where it is read, in an epilogue or a pass of XLA's
     but a factor has to be in memory: an earlier epilogue that reads the same tiles stores it, else XLA makes it
+    and so has a tile that is read beside a vector reduced from it: all readers see it as it is stored (`as_stored`)
     an epilogue has at most `MOST_INSTRUCTIONS`: a map that would exceed them is placed after the product
 """
 
@@ -61,6 +62,7 @@ class Plan:
     Args:
       wanted: the values to compute.
       given: values that are known, beside the leaves.
+      as_stored: tiles that each reader sees as they are stored.
 
     Attributes:
       steps: the products, in order.
@@ -72,8 +74,8 @@ class Plan:
       traces: another, of the traces of epilogues, by what they compute.
     """
 
-    def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = ()):
-        self.wanted, self.given = list(wanted), frozenset(given)
+    def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = (), as_stored: frozenset[Value] = frozenset()):
+        self.wanted, self.given, self.as_stored = list(wanted), frozenset(given), as_stored
         order = reachable(wanted, self.given)
         products = [value for value in order if isinstance(value, Product) and value not in self.given]
         self.steps = [Step(product, []) for product in products]
@@ -163,6 +165,7 @@ class Plan:
             and value not in self.given
             and value not in self._epilogue
             and value not in self._in_memory
+            and value not in self.as_stored
             and is_local(value, value.shape)
         )
 
@@ -188,7 +191,8 @@ class Plan:
     def _pass_inputs(self, value: Value) -> Sequence[Value] | None:
         """The inputs from which a pass computes this value itself; None for a value that it reads from memory."""
         by_xla = isinstance(value, Map) and value not in self.given and value not in self._epilogue
-        return value.inputs if by_xla and value not in self._in_memory else None
+        is_inlined = by_xla and value not in self._in_memory and value not in self.as_stored
+        return value.inputs if is_inlined else None
 
     def _read_by_passes(self) -> list[Value]:
         def inputs_of(value: Value) -> Sequence[Value] | None:

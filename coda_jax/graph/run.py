@@ -12,6 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.epilogue.rounding import rounded
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result, called
 from coda_jax.graph.evaluate import applied
@@ -123,9 +124,14 @@ class _Run:
         if value not in self.arrays:
             x = whole(self._in_pass(value))
             array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
-            array = array.astype(self.dtype_of(value)) if value in self._by_xla else array
+            array = self._stored(value, array) if value in self._by_xla else array
             self.arrays[value] = self._named(value, self.constrained(value, array))
         return self.arrays[value]
+
+    def _stored(self, value: Value, x: jax.Array) -> jax.Array:
+        """x, made by a pass, in the dtype that it has in memory; other passes may see more of it, or may not."""
+        dtype = self.dtype_of(value)
+        return (rounded(x, dtype) if value in self.plan.as_stored else x).astype(dtype)
 
     def result(self, value: Value, dtype: Any) -> Any:
         """The array of a wanted value; for a factor that is kept maybe several, the pieces of one."""
@@ -140,7 +146,7 @@ class _Run:
                 return [self.known(value)]
             row_sizes = self.rows if self.rows and has_rows(value) else made.parts[0].shape[:1]
             arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*row_sizes, -1) for x in made.parts]
-            self.parts[value] = [x.astype(self.dtype_of(value)) for x in arrays]
+            self.parts[value] = [self._stored(value, x) for x in arrays]
         return self.parts[value]
 
     def _in_pass(self, value: Value) -> Part | Pieces:
@@ -172,7 +178,8 @@ class _Run:
         a, b = self._factors(of, spec)
         operands = {x: self._alongside(of, x, self._as_operand(x, spec, b)) for x in self.plan.operands(step)}
         if step not in self.plan.epilogues:
-            self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores, self.plan.traces)
+            dtypes = {x: self.dtype_of(x) for x in self.plan.as_stored}
+            self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores, dtypes, self.plan.traces)
         return (
             a if step else _with_first(a, self.telling),
             b,
@@ -306,38 +313,50 @@ def _epilogue(
     product: Product,
     operands: Sequence[Value],
     stores: Sequence[Value],
+    dtypes: Mapping[Value, np.dtype[Any]],
     traces: dict[Hashable, dict[Any, Any]],
 ) -> Callable[..., Any]:
-    """A function of the product and of these operands that gives what is stored; it shares the traces of its likes."""
+    """A function of the product and of these operands that gives what is stored; it shares the traces of its likes.
+
+    Args:
+      dtypes: of tiles that each reader sees as they are stored.
+    """
 
     def epilogue(acc: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-        values: dict[Value, jax.Array] = {product: acc}
+        values: dict[Value, jax.Array] = {product: _seen(product, acc, dtypes)}
         for value, x in zip(operands, arrays, strict=True):
             values[value] = x.reshape(value.shape) if is_of_rows(value) else x
-        return [_made(value, values) for value in stores]
+        return [_made(value, values, dtypes) for value in stores]
 
     epilogue.__name__ = name
-    key = _structure(product, operands, stores)
+    key = _structure(product, operands, stores, dtypes)
     epilogue.traced = traces.setdefault(key, {})  # type: ignore[attr-defined]  # it closes over no array
     return epilogue
 
 
-def _structure(product: Product, operands: Sequence[Value], stores: Sequence[Value]) -> Hashable:
+def _structure(
+    product: Product, operands: Sequence[Value], stores: Sequence[Value], dtypes: Mapping[Value, np.dtype[Any]]
+) -> Hashable:
     """A key that is equal for epilogues that compute the same."""
     known = [product, *operands]
     numbers = {value: i for i, value in enumerate(known)}
-    made: list[Hashable] = [tuple(is_of_rows(x) for x in operands)]
+    made: list[Hashable] = [tuple(is_of_rows(x) for x in operands), dtypes.get(product)]
     for value in reachable(stores, known):
         if value not in numbers:
             numbers[value] = len(numbers)
             function = value.body if isinstance(value, Map) else type(value)
-            made.append((function, tuple(numbers[x] for x in value.inputs)))
+            made.append((function, tuple(numbers[x] for x in value.inputs), dtypes.get(value)))
     return tuple(made), tuple(numbers[x] for x in stores)
 
 
-def _made(value: Value, values: dict[Value, jax.Array]) -> jax.Array:
+def _made(value: Value, values: dict[Value, jax.Array], dtypes: Mapping[Value, np.dtype[Any]]) -> jax.Array:
     """The value from those that are known, in an epilogue."""
     for of in reachable([value], values):
         if of not in values:
-            values[of] = applied(of, [values[x] for x in of.inputs])
+            values[of] = _seen(of, applied(of, [values[x] for x in of.inputs]), dtypes)
     return values[value]
+
+
+def _seen(value: Value, x: jax.Array, dtypes: Mapping[Value, np.dtype[Any]]) -> jax.Array:
+    """A tile as the maps in the epilogue that makes it see it."""
+    return x.astype(dtypes[value]).astype(x.dtype) if value in dtypes else x

@@ -7,6 +7,7 @@ import pytest
 
 import coda_jax as coda
 from tests.plain_models import PLAIN, inputs, loss_of, weights
+from tests.test_as_stored import DOORS, activation, equal_to_the_maximum, highest, softmax_of_maxima
 from tests.test_fuse_loss import LOSSES, of_model
 
 REPEATS = 50
@@ -98,3 +99,22 @@ def test_layers(kind):
         return jax.lax.scan(lambda x, w: (body(w, x), None), x, w)[0]
 
     check(loss_of(f), (w, rows(4, 256, 256)), repeats=20)
+
+
+@pytest.mark.parametrize("made", [jnp.matmul, activation], ids=["product", "activation"])
+@pytest.mark.parametrize("door", DOORS)
+def test_maxima_are_elements(door, made):
+    """Each row has elements that equal its maximum, and none above it; each row's gradient is not 0."""
+    x, w = rows(1000, 512), rows(512, 1032) / 512**0.5
+
+    def largest(x, w):
+        z = made(x, w)
+        return jnp.sum(jnp.any(z == highest(z), -1)), jnp.max(z - highest(z)), jnp.sum(z > highest(z))
+
+    with coda.strict():
+        found = jax.jit(coda.fuse(largest, memory=None))(x, w)
+    assert list(map(float, found)) == [1000, 0, 0]
+    for use in (equal_to_the_maximum, softmax_of_maxima):
+        with coda.strict():
+            _, (dx, _) = jax.jit(DOORS[door](lambda x, w, use=use: use(made(x, w))))(x, w)
+        assert jnp.all(jnp.any(dx != 0, -1))
