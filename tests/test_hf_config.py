@@ -24,6 +24,7 @@ from flax_layers.checkpoints import (
 )
 from flax_layers.checkpoints.hf_families import FAMILIES
 from flax_layers.checkpoints.hf_names import entries
+from flax_layers.checkpoints.hf_settings import RESTATED
 from tests.tiny_models import LLAMA
 
 # Settings of public models, as their config.json has them, and how many parameters they have.
@@ -187,6 +188,61 @@ WRONG = {
     "gpt2_rotary": ("gpt2", {"rope_theta": 10000.0}, "rope_theta=10000.0"),
     "cross": ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
 }
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+# Settings that say again what others do, as files of Phi-4-mini, Gemma 2 9B, OLMo 2 and Llamas with YaRN have them; and
+# one that says another thing.
+RESTATED_CASES = [
+    ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}, {"full_attn_mod": 2}),
+    ("phi3", {"interpolate_factor": 1}, {"interpolate_factor": 4}),
+    ("phi3", {"lm_head_bias": False}, {"lm_head_bias": True}),
+    ("gemma2", {"sliding_window": 512, "sliding_window_size": 512}, {"sliding_window_size": 1024}),
+    ("gemma2", {"sliding_window_size": 4096}, {"sliding_window_size": 512}),
+    ("mistral", {"sliding_window": 512, "sliding_window_size": 512}, {"sliding_window_size": 4096}),
+    ("llama", {}, {"sliding_window_size": 4096}),
+    ("olmo2", {"qk_norm": True, "use_qk_norm": True}, {"qk_norm": False}),
+    ("gemma3_text", {"qk_norm": True}, {"qk_norm": False}),
+    ("llama", {"qk_norm": False, "qk_layer_norms": False}, {"qk_norm": True}),
+    ("qwen3", {"attention_bias": True, "qkv_bias": True}, {"qkv_bias": False}),
+    ("qwen2_moe", {"qkv_bias": True, "attention_bias": True}, {"attention_bias": False}),
+    ("llama", {"rope_scaling": {**YARN, "finetuned": True}}, {"rope_scaling": {**YARN, "finetuned": False}}),
+]
+
+
+@pytest.mark.parametrize("model_type, agreeing, differing", RESTATED_CASES)
+def test_settings_that_say_again_what_others_do(model_type, agreeing, differing):
+    """They change nothing, and are refused by name where they say another thing."""
+    plain = {name: value for name, value in agreeing.items() if name not in RESTATED or name == "attention_bias"}
+    if "rope_scaling" in plain:
+        plain["rope_scaling"] = YARN
+    config = config_from_hf({"model_type": model_type, **agreeing})
+    other = config_from_hf({"model_type": model_type, **plain})
+    assert dataclasses.replace(other, origin=config.origin) == config
+    written = config_to_hf(config)
+    assert all(written[name] == value for name, value in agreeing.items() if name in RESTATED)
+    assert config_from_hf(written).rope_scaling == config.rope_scaling
+    name = "finetuned" if "rope_scaling" in differing else next(iter(differing))
+    with pytest.raises(ValueError, match=rf"^{name}=\w+ is not supported: .*ignore=\('{name}',\)"):
+        config_from_hf({"model_type": model_type, **agreeing, **differing})
+
+
+def test_a_setting_that_is_said_twice_is_written_twice():
+    config = config_from_hf({"model_type": "gemma2", "sliding_window": 512, "sliding_window_size": 512})
+    written = config_to_hf(dataclasses.replace(config, sliding_window=256))
+    assert (written["sliding_window"], written["sliding_window_size"]) == (256, 256)
+    assert config_from_hf(written).sliding_window == 256
+
+
+def test_a_model_of_texts_and_images():
+    """The refusal says how its text model is read."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    settings = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    with pytest.raises(ValueError, match=r"Its text model is one, a gemma3_text: give config_from_hf .* text_config"):
+        config_from_hf(settings)
+    assert config_from_hf(settings["text_config"]).hidden_size == 2560
+    with pytest.raises(ValueError, match=r"must be one of llama, .*gpt2$"):
+        config_from_hf({"model_type": "other", "text_config": {"model_type": "other"}})
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -18,6 +18,7 @@ from flax_layers.models import MoEConfig
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "initializer_range": 0.5, "head_dim": 8, "max_position_embeddings": 64}
@@ -197,6 +198,33 @@ def fault(base, name, changed):
     if theirs is not None and np.abs(found - theirs).max() > 1e-4 * np.abs(want).max():
         return f"{name}: other logits than those of transformers"
     return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_default(model_type):
+    """A file that has a model_type alone says what transformers' class of configurations does without arguments."""
+    theirs = config_from_hf(transformers.CONFIG_MAPPING[model_type]().to_dict())
+    ours = config_from_hf({"model_type": model_type})
+    for field in dataclasses.fields(ours):
+        name = f"resolved_{field.name}" if hasattr(ours, f"resolved_{field.name}") else field.name
+        if name != "origin":
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+@pytest.mark.parametrize("length", [5, 8, 9, 32])
+def test_frequencies_of_dynamic_scaling(size, length):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    sizes = {"hidden_size": 2 * size, "num_attention_heads": 2, "max_position_embeddings": 8}
+    ours = config_from_hf({"model_type": "llama", **sizes, "rope_scaling": rope}).rope_scaling
+    found = ours.frequencies(size, 100.0, length)
+    if size == 2:  # transformers divides by size - 2
+        assert found.tolist() == [1.0]
+        return
+    config = transformers.LlamaConfig(**sizes, rope_parameters=rope)
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=length)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
     all_settings, settings = settings, with_rope_ignored(settings, without(settings, ignore), ignore)
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"{model_type=} is not supported; it must be one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{model_type=} is not supported; it must be one of {', '.join(FAMILIES)}{_of_text(settings)}")
     family = FAMILIES[model_type]
     for alias, name in family.aliases.items():
         if (value := settings.pop(alias, None)) is not None:
@@ -73,7 +73,8 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
             settings[ours] = settings.pop(theirs)
     if model_type == "gemma" and settings.get("hidden_act") == "gelu":  # as transformers reads it
         settings["hidden_act"] = "gelu_pytorch_tanh"
-    family.known.check(settings, f"a config.json of model_type {model_type!r}")
+    where = f"a config.json of model_type {model_type!r}"
+    family.known.check(settings, where)
     code = settings.get("auto_map") or {}
     if not isinstance(code, Mapping) or any(
         _is_other_code(name, reference, family) for name, reference in code.items()
@@ -88,7 +89,9 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
     cls: Any = family.config
     config: LlamaConfig = cls(**fields)
     windows = read_windows(settings, family, config.num_hidden_layers)
-    return dataclasses.replace(config, **read_rope(settings, family), **windows)
+    config = dataclasses.replace(config, **read_rope(settings, family), **windows)
+    family.known.check_restated(settings, config, where)
+    return config
 
 
 def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = None) -> dict[str, Any]:
@@ -105,6 +108,18 @@ def config_to_hf(config: LlamaConfig | GPT2Config, *, model_type: str | None = N
     """
     former = (settings_in(config.origin, _IGNORED) or {}) | (settings_in(config.origin, CONFIG) or {})
     return _written_over(former, _own_settings(config, model_type or former.get("model_type")), config)
+
+
+def _of_text(settings: Mapping[str, Any]) -> str:
+    """The remedy for the settings of a model of texts and images, whose model of texts may be one of ours."""
+    text = settings.get("text_config")
+    name = text.get("model_type") if isinstance(text, Mapping) else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        return ""
+    return (
+        f". Its text model is one, a {name}: give config_from_hf the file's text_config, and from_hf the "
+        "arrays whose names have 'language_model.' in them, without that, and lm_head.weight if there is one"
+    )
 
 
 def _is_other_code(name: Any, reference: Any, family: Family) -> bool:
@@ -192,6 +207,8 @@ def _written_over(former: dict[str, Any], own: dict[str, Any], config: LlamaConf
     if not isinstance(config, GPT2Config):
         renamed = FAMILIES[own["model_type"]].names
         kept = {name: value for name, value in kept.items() if name not in renamed.values() or name in own}
+        restated = FAMILIES[own["model_type"]].known.restated
+        kept |= {name: getattr(config, field) for name, field in restated.items() if kept.get(name) is not None}
     kept |= dict.fromkeys(unset & kept.keys())  # as n_inner, where that is the default now
     if isinstance(config, GPT2Config):
         return kept | own

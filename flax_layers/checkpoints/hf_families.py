@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from flax_layers.checkpoints.hf_settings import HARMLESS
+from flax_layers.checkpoints.hf_settings import HARMLESS, RESTATED
 from flax_layers.checkpoints.settings import Known
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
@@ -27,14 +27,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
     "tie_encoder_decoder": (False,),
-}
-_ROTARY_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "activation": ("swiglu",),
-    "mlp_bias": (False,),
-    "qk_layer_norms": (False,),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-    "use_qk_norm": (False,),
 }
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
 
@@ -86,7 +78,9 @@ def _rotary(
 ) -> Known:
     """The known settings of a family of Llamas that reads these settings beside those that all read."""
     names = _LLAMA_NAMES | {*_ROTARY, *read, "layer_types", "auto_map"}
-    return Known(names, {**_VALUES, **_ROTARY_VALUES, **(values or {})}, {**HARMLESS, **(harmless or {})})
+    constants = {name: x for name, x in RESTATED.items() if isinstance(x, tuple) and "." not in name}
+    fields = {name: x for name, x in RESTATED.items() if isinstance(x, str) and name not in names}
+    return Known(names, {**_VALUES, **constants, **(values or {})}, {**HARMLESS, **(harmless or {})}, fields)
 
 
 _QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
@@ -127,29 +121,25 @@ _PARALLEL: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_block": (True,),
 }
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        LlamaConfig, _rotary("attention_bias", values={"use_sliding_window": (False,)}, harmless=_NO_WINDOW)
-    ),
-    "mistral": Family(
-        LlamaConfig, _rotary("sliding_window", values={"attention_bias": (False,)}), _MISTRAL, windows="all"
-    ),
+    "llama": Family(LlamaConfig, _rotary("attention_bias", values=_ALONE, harmless=_NO_WINDOW)),
+    "mistral": Family(LlamaConfig, _rotary("sliding_window"), _MISTRAL, windows="all"),
     "qwen2": Family(
         LlamaConfig,
-        _rotary(*_WINDOW, values={"attention_bias": (True,)}),
+        _rotary(*_WINDOW),
         _QWEN,
         {"attention_bias": True, "attention_out_bias": False},
         windows="qwen",
     ),
     "qwen3": Family(
         LlamaConfig,
-        _rotary("attention_bias", *_WINDOW, values={"use_qk_norm": (True,)}),
+        _rotary("attention_bias", *_WINDOW),
         {**_QWEN, "head_dim": 128},
         {"qk_norm": True},
         windows="qwen",
     ),
     "mixtral": Family(
         MoEConfig,
-        _rotary("sliding_window", *_EXPERTS, values={"attention_bias": (False,)}),
+        _rotary("sliding_window", *_EXPERTS),
         {**_MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
         aliases={"num_local_experts": "num_experts"},
         windows="all",
@@ -159,7 +149,7 @@ FAMILIES: Mapping[str, Family] = {
         _rotary(
             *_QWEN_EXPERTS,
             "shared_expert_intermediate_size",
-            values={"qkv_bias": (True,), "use_sliding_window": (False,)},
+            values=_ALONE,
             harmless=_NO_WINDOW,
         ),
         {
@@ -180,12 +170,7 @@ FAMILIES: Mapping[str, Family] = {
         _rotary(
             *_QWEN_EXPERTS,
             "attention_bias",
-            values={
-                "qkv_bias": (False,),
-                "shared_expert_intermediate_size": (0,),
-                "use_qk_norm": (True,),
-                "use_sliding_window": (False,),
-            },
+            values={"shared_expert_intermediate_size": (0,), **_ALONE},
             harmless=_NO_WINDOW,
         ),
         {
@@ -202,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi3": Family(
         LlamaConfig,
-        _rotary("sliding_window", values={"attention_bias": (False,)}),
+        _rotary("sliding_window"),
         {
             "vocab_size": 32064,
             "hidden_size": 3072,
@@ -304,7 +289,7 @@ FAMILIES: Mapping[str, Family] = {
                 "how devices share the embedding": ("use_parallel_embedding",),
             },
         ),
-        {"rope_theta": 500000.0, "sliding_window": 4096},
+        {"rope_theta": 10000.0, "sliding_window": 4096},
         names={"layer_norm_eps": "rms_norm_eps"},
         windows="pattern",
         pattern=4,

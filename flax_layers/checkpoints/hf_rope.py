@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from flax_layers.checkpoints.hf_families import Family
+from flax_layers.checkpoints.hf_settings import RESTATED
 from flax_layers.checkpoints.settings import refusal, same, without
 from flax_layers.config_checks import is_number
 from flax_layers.models.gemma import GemmaConfig
@@ -60,8 +61,12 @@ def _scaling(
     cls = SCALINGS.get(kind)
     fields = {field.name: field for field in dataclasses.fields(cls)} if cls is not None else {}
     for name, value in rope.items():
-        if name not in {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields}:
-            raise refusal(name, value, f"it is not known of rope_type {kind!r} in {where}")
+        if name in {"rope_type", "type", "rope_theta", "partial_rotary_factor", *fields} or value is None:
+            continue
+        allowed = RESTATED.get(f"{kind}.{name}", ())
+        if not any(same(value, x) for x in allowed):
+            why = f"must be {' or '.join(map(repr, allowed))}" if allowed else "is not known"
+            raise refusal(name, value, f"it {why} of rope_type {kind!r} in {where}")
     if cls is None:
         return None
     values = {name: rope[name] for name in fields if rope.get(name) is not None}

@@ -1,8 +1,9 @@
-"""Settings in Hugging Face's config.json that do not change what a model computes, of any kind."""
+"""Settings in Hugging Face's config.json that do not change what a model computes, or that say again what others do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 # Reason -> names. A setting that no version of `transformers` reads stands here only if its name leaves no doubt.
 HARMLESS: Mapping[str, tuple[str, ...]] = {
@@ -136,4 +137,23 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "seq_length",
         "tokenizer_model_max_length",
     ),
+}
+
+# Setting of a model with a rotary embedding -> what it must agree with: a field of the configuration that other
+# settings give, or the values that our models compute with; after "yarn." one in the dictionary of that rope_type.
+RESTATED: Mapping[str, str | tuple[Any, ...]] = {
+    "activation": ("swiglu",),
+    "attention_bias": "attention_bias",
+    "full_attn_mod": (1,),
+    "interpolate_factor": (1,),
+    "lm_head_bias": (False,),
+    "mlp_bias": (False,),
+    "qk_layer_norms": "qk_norm",
+    "qk_norm": "qk_norm",
+    "qkv_bias": "attention_bias",
+    "rope_interleaved": (False,),
+    "sliding_window_size": "sliding_window",
+    "use_mrope": (False,),
+    "use_qk_norm": "qk_norm",
+    "yarn.finetuned": (True,),
 }

@@ -21,11 +21,13 @@ class Known:
       read: names of those that are read.
       values: names of those that change what is computed -> our models' values for them; None is allowed, too.
       harmless: reason -> names of those that do not change it.
+      restated: names of those that say again what a field of our configuration is -> the field.
     """
 
     read: frozenset[str]
     values: Mapping[str, tuple[Any, ...]]
     harmless: Mapping[str, tuple[str, ...]]
+    restated: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self, settings: Mapping[str, Any], where: str, suffix: str = "") -> None:
         """Raises a ValueError for the first setting that is neither known nor None.
@@ -37,13 +39,20 @@ class Known:
         """
         harmless = {name for names in self.harmless.values() for name in names}
         for name, value in settings.items():
-            if value is None or name in self.read or name in harmless:
+            if value is None or name in self.read or name in harmless or name in self.restated:
                 continue
             allowed = self.values.get(name, ())
             if not any(same(value, x) for x in allowed):
                 expected = " or ".join(map(repr, allowed)) or "null"
                 why = f"it must be {expected}" if name in self.values else "it is not known"
                 raise refusal(name, value, f"{why} in {where}", suffix)
+
+    def check_restated(self, settings: Mapping[str, Any], config: Any, where: str) -> None:
+        """Raises a ValueError for the first setting that says of a field what the configuration does not have."""
+        for name, field in self.restated.items():
+            value, ours = settings.get(name), getattr(config, field)
+            if value is not None and not same(value, ours):
+                raise refusal(name, value, f"{field} is {ours!r} in {where}")
 
 
 def refusal(name: str, value: Any, why: str, suffix: str = "") -> ValueError:
