@@ -6,9 +6,12 @@ the epilogue of q k^T stores exponentials in bfloat16, which has float32's expon
     e = exp(c tanh(scale q k^T / c)) where a query sees a key, else 0      l = rows' sums of e
     y = (e v) / l                                                          of the epilogue, from Gemma 2 (2408.00118)
 
-The backward pass makes e again, and the derivative of the cap from it, for c tanh(.) = log e:
+The backward pass makes e again, and beside it g, its derivative by q k^T, in the epilogue of that product. The cap's
+derivative cannot come from e: near the cap it is the small difference of 1 and (log e / c)^2, of which the rounding of
+e leaves little.
 
-    ds = e / l (dy v^T - rowsum(dy y)) (1 - (log e / c)^2) scale           in the epilogue of dy v^T
+    g = e (1 - tanh(scale q k^T / c)^2) scale
+    ds = g / l (dy v^T - rowsum(dy y))                                     in the epilogue of dy v^T
     dq = ds k      dk = ds^T q      dv = e^T (dy / l)
 """
 
@@ -150,7 +153,7 @@ def _forward(
         keys, values = (x[:, :, span.first : span.last] for x in (k, v))
 
         def block(q: jax.Array, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-            e, sums = _exponentials(q, keys, first, last, span.first, scores)
+            e, sums = _of_scores(_exponentials, q, keys, first, last, span.first, scores)
             y = _over_heads(_mixed)(e, values, _column(1 / sums))
             return y.reshape(q.shape), sums.reshape(q.shape[:-1])
 
@@ -204,12 +207,11 @@ def _block_backward(
     dy_y: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq of a block, and what its queries add to dk and dv (B, N, S, Dh), float32."""
-    e, _ = _exponentials(q, k, first, last, start, scores)
+    e, slopes = _of_scores(_slopes, q, k, first, last, start, scores)
     rows = (*q.shape[:2], -1, q.shape[-1])
     weighted = (dy * inverse[..., None]).astype(dy.dtype)
     q, dy, weighted = (x.reshape(rows) for x in (q, dy, weighted))
-    score_cotangents = functools.partial(_score_cotangents, scores)
-    ds = _over_heads(score_cotangents)(dy, v, e, _column(inverse), _column(dy_y))
+    ds = _over_heads(_score_cotangents)(dy, v, slopes, _column(inverse), _column(dy_y))
     dq = _over_heads(coda.gemm)(ds, k)
     transposed_product = functools.partial(coda.gemm, transpose_a=True, out_dtype=jnp.float32)
     return (
@@ -219,12 +221,32 @@ def _block_backward(
     )
 
 
-def _exponentials(
-    q: jax.Array, k: jax.Array, first: jax.Array, last: jax.Array, start: int, scores: Scores
+def _of_scores(
+    epilogue: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    start: int,
+    scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
-    """e (B, N, M, S) of the M rows of a block, from key `start` on, bfloat16, and their sums (B, N, M), float32."""
+    """The results of `_exponentials` or `_slopes` for the M rows of a block and the S keys from key `start` on."""
     seen = (jnp.broadcast_to(x, q.shape[:-1]) for x in (first, last))
     positions = start + jnp.arange(k.shape[2], dtype=jnp.int32)
+
+    def product(q: jax.Array, k: jax.Array, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result: tuple[jax.Array, jax.Array] = coda.gemm(
+            q, k, first, last, positions, transpose_b=True, epilogue=epilogue(scores)
+        )
+        return result
+
+    rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    made, beside = _over_heads(product)(rows, k, *map(_column, seen))
+    return made, beside
+
+
+def _exponentials(scores: Scores) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """An epilogue that makes e (B, N, M, S), bfloat16, and its rows' sums (B, N, M), float32."""
 
     def capped_exponentials(
         acc: jax.Array, first: jax.Array, last: jax.Array, position: jax.Array
@@ -233,15 +255,21 @@ def _exponentials(
         e = jnp.where((first <= position) & (position <= last), e, 0.0)
         return e, jnp.sum(e, axis=1)
 
-    def product(q: jax.Array, k: jax.Array, first: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-        result: tuple[jax.Array, jax.Array] = coda.gemm(
-            q, k, first, last, positions, transpose_b=True, epilogue=capped_exponentials
-        )
-        return result
+    return capped_exponentials
 
-    rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    e, sums = _over_heads(product)(rows, k, *map(_column, seen))
-    return e, sums
+
+def _slopes(scores: Scores) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """An epilogue that makes e and g, both (B, N, M, S), bfloat16."""
+
+    def capped_slopes(
+        acc: jax.Array, first: jax.Array, last: jax.Array, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        capped = jnp.tanh(acc * (scores.scale / scores.soft_cap))
+        e = jnp.exp(scores.soft_cap * capped)
+        e = jnp.where((first <= position) & (position <= last), e, 0.0)
+        return e, e * ((1 - capped * capped) * scores.scale)
+
+    return capped_slopes
 
 
 def _mixed(e: jax.Array, v: jax.Array, inverse: jax.Array) -> Any:
@@ -251,17 +279,13 @@ def _mixed(e: jax.Array, v: jax.Array, inverse: jax.Array) -> Any:
     return coda.gemm(e, v, inverse, epilogue=weighted_values)
 
 
-def _score_cotangents(
-    scores: Scores, dy: jax.Array, v: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array
-) -> Any:
-    """The cotangent of scale q k^T, times scale."""
+def _score_cotangents(dy: jax.Array, v: jax.Array, slopes: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> Any:
+    """The cotangent of q k^T."""
 
-    def capped_scores_cotangent(acc: jax.Array, e: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> jax.Array:
-        # A score is the logarithm of its exponential; a key that is not seen has none.
-        capped = jnp.log(jnp.where(e > 0, e, 1.0)) / scores.soft_cap
-        return e * inverse * (acc - dy_y) * ((1 - capped * capped) * scores.scale)
+    def capped_scores_cotangent(acc: jax.Array, slope: jax.Array, inverse: jax.Array, dy_y: jax.Array) -> jax.Array:
+        return slope * inverse * (acc - dy_y)
 
-    return coda.gemm(dy, v, e, inverse, dy_y, transpose_b=True, epilogue=capped_scores_cotangent)
+    return coda.gemm(dy, v, slopes, inverse, dy_y, transpose_b=True, epilogue=capped_scores_cotangent)
 
 
 def _by_heads(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -78,6 +78,29 @@ def test_scores_at_the_cap(cap):
     np.testing.assert_allclose(got[3], exact[3], atol=0.05)
 
 
+def textbook(q, k, v, cap, scale):
+    """Causal attention with capped scores, in the arrays' dtype."""
+    k, v = (jnp.repeat(x, H // KV, axis=2) for x in (k, v))
+    scores = cap * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) * (scale / cap))
+    scores = jnp.where(jnp.tri(T, dtype=bool), scores, -jnp.inf)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+
+
+@pytest.mark.parametrize("cap, scale", [(0.5, 0.3), (0.5, 1.0), (0.5, 2.0)])
+def test_gradients_far_beyond_the_cap(cap, scale):
+    """Scores are 2 to 16 times the cap, and its derivative is as exact as plain JAX's, against float64."""
+    arrays = [x.astype(jnp.bfloat16) for x in (Q, K, V)]
+    dy = DY.astype(jnp.bfloat16)
+    with jax.enable_x64(True):
+        _, pullback = jax.vjp(lambda *x: textbook(*x, cap, scale), *(x.astype(jnp.float64) for x in arrays))
+        exact = [np.asarray(x) for x in pullback(dy.astype(jnp.float64))]
+    options = {"soft_cap": cap, "scale": scale}
+    by_xla = lambda *x: attend(*x, implementation="xla", **options)[0]  # noqa: E731
+    by_products = lambda *x: attend(*x, **options)[0]  # noqa: E731
+    rough, got = (of_dtype(f, jnp.bfloat16, *arrays)[1:] for f in (by_xla, by_products))
+    assert np.all(errors(got, exact) <= 1.5 * errors(rough, exact) + 1e-3)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_no_rows_of_nan(sizes, window):
     """Rows that fill up the last block are of numbers too."""
@@ -190,4 +213,5 @@ def test_what_remat_computes_again(remat, again):
     counts = {one.epilogue: 0 for one in found}
     for one, count in found.items():
         counts[one.epilogue] += count
-    assert counts["weighted_values"] == 2 + again and counts["capped_exponentials"] == 4 + again
+    assert counts["weighted_values"] == 2 + again and counts["capped_exponentials"] == 2 + again
+    assert counts["capped_slopes"] == counts["capped_scores_cotangent"] == 2
