@@ -156,6 +156,19 @@ def test_cudnn_is_given_even_lengths(options, batched, monkeypatch):
     assert given == [("cudnn", 12, 12, 12), ("xla", 11, 11, 11)]
 
 
+@pytest.mark.parametrize("length", [12, 11])
+def test_the_key_that_makes_an_odd_number_even_is_not_seen(length, monkeypatch):
+    """Attention to another text, with a bias or without one: its score, 0, would be more than those of the others."""
+    by_jax = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, **y: by_jax(*x, **y | {"implementation": "xla"}))
+    q, v = jnp.ones((2, length, 4, 8)), normal(0, 2, 11, 2, 8)
+    k = -jnp.ones((2, 11, 2, 8))
+    for bias in (None, jnp.zeros((1, 1, 1, 11))):
+        y, _ = attend.attend(q, k, v, is_causal=False, bias=bias, implementation="cudnn")
+        mean = jnp.repeat(v.mean(axis=1, keepdims=True), 2, axis=2)
+        np.testing.assert_allclose(y, jnp.broadcast_to(mean, y.shape), rtol=1e-5, atol=1e-6)
+
+
 def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
     def chosen(length, dtype=jnp.bfloat16):
         return attend._implementation(jax.ShapeDtypeStruct((2, length, 4, 64), dtype))

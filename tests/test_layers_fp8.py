@@ -1,5 +1,6 @@
 """Layers that train in 8 bits by a recipe: values, what is rounded, and the state of delayed scaling."""
 
+import dataclasses
 import functools
 
 import jax
@@ -202,6 +203,22 @@ def test_what_is_clipped_is_told():
     assert len(found) == 4 * LAYERS
     clipped = {path: x.tolist() for path, x in found.items() if x.any()}
     assert clipped == {"layers.0.mlp.gate_up_history": [True, False]}
+
+
+def test_a_cotangent_is_clipped_by_the_scale_of_its_own_dtype():
+    """float8_e5m2 reaches 57344: with histories of ones, and headroom for 8 times that, scales are 32 and 4096."""
+    recipe = dataclasses.replace(DELAYED, gradient_dtype=jnp.float8_e5m2)
+    layer = layers.Linear(16, 16, fp8=recipe, rngs=nnx.Rngs(0))
+    layer.fp8_history[...] = jnp.ones((2, 3))
+    for cotangent, of_input, expected in (
+        (13.0, 13.0, [False, False]),
+        (15.0, 13.0, [False, True]),
+        (13.0, 15.0, [True, False]),
+    ):
+        x = jnp.full((16, 16), of_input)
+        of = lambda m: jnp.sum(m(x)) * cotangent  # noqa: B023, E731
+        gradients = nnx.grad(of, argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))(layer)
+        assert fp8.saturated(layer, gradients)["fp8_history"].tolist() == expected
 
 
 def test_a_layer_that_has_no_part_in_the_loss_keeps_its_history():
