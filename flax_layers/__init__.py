@@ -9,7 +9,7 @@ from flax_layers.axis_metadata import name_parameters
 from flax_layers.block import TransformerBlock
 from flax_layers.block_orders import NormBeforeSumBlock, ParallelBlock, PostNormBlock, SandwichNormBlock
 from flax_layers.cross_attention import CrossAttention
-from flax_layers.decoding import Decoder, Generated, KVCache, generate
+from flax_layers.decoding import Decoder, Generated, KVCache, TextCache, generate
 from flax_layers.embed import Embed
 from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
@@ -81,6 +81,7 @@ __all__ = [
     "RouterStatistics",
     "SandwichNormBlock",
     "Stream",
+    "TextCache",
     "TransformerBlock",
     "YarnRopeScaling",
     "add_lora",

@@ -87,7 +87,7 @@ def attend(
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
     check_implementation(implementation, soft_cap)
-    score_shape = _checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
+    score_shape = checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     if cache is not None:
         if not is_causal or any(x is not None for x in (mask, bias, segment_ids)):
@@ -140,7 +140,7 @@ def _by_jax(
     return named(y, CONTEXT) if implementation == "xla" else y  # a policy finds cuDNN's results by its primitive
 
 
-def _checked_shapes(
+def checked_shapes(
     q: jax.Array, k: jax.Array, segment_ids: jax.Array | None, extras: dict[str, jax.Array | None]
 ) -> tuple[Any, ...]:
     """([B,] H, T, S), to which a mask and a bias broadcast.

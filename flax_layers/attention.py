@@ -30,6 +30,7 @@ from flax_layers.residual import Residual, Sum
 from flax_layers.rope_scaling import RotaryScaling, check_rotary, with_amplitude
 from flax_layers.rope_scaling import rotary_angles as rotary_angles
 from flax_layers.sharding import activation_spec, constrain
+from flax_layers.text_angles import angles_of
 
 _QKV_AXES = tuple(("batch", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads"))
 
@@ -217,8 +218,11 @@ class Attention(nnx.Module):
           x: (B, T, D) or (T, D). For a `coda.Value` the result is one; then the other arrays may be values too.
           residual: as in Linear.
           positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1, or those after the
-            cache's. Segments need no positions of their own: a rotated query and key depend on the difference.
+            cache's. Segments need no positions of their own: a rotated query and key depend on the difference. Where
+            frequencies depend on how long a text is (LongRopeScaling, DynamicRopeScaling), a row or a segment is one,
+            as long as from its smallest position to its largest.
           mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
+            Keys that no query sees, by a mask (B, 1, 1, T), are padding, which no text has.
           segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, a run of equal
             ids: for sequences packed into one row. Padding is a segment of its own.
           cache: of the tokens before x (B, T, D), which are then seen too; see `init_cache`.
@@ -229,15 +233,19 @@ class Attention(nnx.Module):
 
         Raises:
           ValueError: x, positions or segment_ids of another shape, or a cache beside mask, bias or segment_ids, or
-            without is_causal.
+            without is_causal; and a bias, another mask or a cache that does not say how long a text is, where
+            frequencies depend on that.
           TypeError: a mask that is not boolean, or a bias that is not floats. With a value also a residual, a cache, or
             a module that is neither a Linear nor a low-rank adapter.
         """
         if isinstance(x, coda.Value):
             on_values.check_call(self, self._linears(), residual=residual)
-            angles = positions if isinstance(positions, Angles) else self._angles(x.shape, positions, cache)
+            angles: Any = positions
+            if not isinstance(angles, Angles):
+                angles = angles_of(self, x.shape, positions, cache, segment_ids, mask, bias)
             return on_values.attention(self, x, angles, mask, segment_ids, cache, bias)
-        target, angles = Sum.of(residual, x), self._angles(x.shape, positions, cache)
+        target = Sum.of(residual, x)
+        angles = angles_of(self, x.shape, positions, cache, segment_ids, mask, bias)
         return self._on_arrays(x, target, angles, mask, segment_ids, cache, bias)
 
     def _on_arrays(
@@ -342,31 +350,6 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         return constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim), cache
-
-    def _positions(self, shape: tuple[Any, ...], positions: Any, cache: KVCache | None = None) -> Any:
-        """The positions of an input of this shape."""
-        if len(shape) not in (2, 3):
-            raise ValueError(f"attention wants (B, T, D) or (T, D), got shape {shape}")
-        if positions is None:
-            positions = jnp.arange(shape[-2]) if cache is None else cache.positions(shape[-2])
-        if positions.shape not in (shape[-2:-1], shape[:-1]):
-            raise ValueError(f"positions has shape {positions.shape} beside an input of shape {shape}: (T,) or (B, T)")
-        return positions
-
-    def _angles(self, shape: tuple[Any, ...], positions: Any, cache: Any = None) -> Angles:
-        """The angles that a block reads for the positions of an input of this shape, arrays or values."""
-        positions = self._positions(shape, positions, cache)
-        if self.rope_theta is None:
-            return Angles(None, None)
-        angles_at = partial(
-            rotary_angles,
-            head_dim=self.head_dim,
-            theta=self.rope_theta,
-            scaling=self.rope_scaling,
-            partial_rotary_factor=self.partial_rotary_factor,
-        )
-        is_value = isinstance(positions, coda.Value)
-        return Angles(*(coda.opaque(angles_at, positions) if is_value else angles_at(positions)))
 
     def _specs(self, rows: tuple[Any, ...]) -> list[jax.P] | None:
         """The shardings of q, k and v by the rules in force."""

@@ -17,6 +17,7 @@ from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.on_values import Angles, accepts_values, apart, dtype_of_products, why_not, why_not_one_dtype
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.sharding import STREAM, constrain, constrain_parameters
+from flax_layers.text_angles import angles_of
 
 Layer = Callable[[Any], Any]
 Order = Callable[[Any, Any, Layer, Layer], Any]
@@ -89,7 +90,9 @@ class OrderedBlock(nnx.Module):
         reasons = (*(why_not(layer, stream) for layer in layers), why_not_one_dtype(layers, stream))
         reason = next(filter(None, reasons), None)
         if reason is None:
-            angles = self.attention._angles(stream.shape, positions, cache) if self.attention in layers else None
+            angles = None
+            if self.attention in layers:
+                angles = angles_of(self.attention, stream.shape, positions, cache, segment_ids, mask)
             result: tuple[Stream, KVCache | None] = in_block(
                 type(self).__name__,
                 _on_values,

@@ -35,6 +35,39 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
     return index - lax.cummax(starts, axis=starts.ndim - 1)
 
 
+def text_lengths(positions: jax.Array, segment_ids: jax.Array | None, is_seen: jax.Array | None) -> jax.Array:
+    """How long the text of each token is: the largest of its positions less the smallest, plus 1.
+
+    Args:
+      positions: (..., T) integers.
+      segment_ids: (..., T) integers, each segment a text; None: each row is one.
+      is_seen: bool, broadcastable to (..., T), False for padding, which no text has; None: there is none.
+
+    Returns:
+      int32, (..., T) or (..., 1).
+    """
+    limits, others = jnp.iinfo(jnp.int32), [x for x in (segment_ids, is_seen) if x is not None]
+    # Sums, not broadcast_to: over explicit mesh axes they have the others' shardings.
+    smallest = largest = sum((jnp.zeros_like(x, jnp.int32) for x in others), positions.astype(jnp.int32))
+    if is_seen is not None:
+        smallest, largest = (jnp.where(is_seen, smallest, x) for x in (limits.max, limits.min))
+    if segment_ids is None:
+        smallest, largest = smallest.min(axis=-1, keepdims=True), largest.max(axis=-1, keepdims=True)
+    else:
+        smallest, largest = jnp.vectorize(_extremes_of_runs, signature="(t),(t),(t)->(t),(t)")(
+            segment_runs(segment_ids) + jnp.zeros_like(smallest), smallest, largest
+        )
+    return jnp.where(largest < smallest, 0, largest - smallest + 1)
+
+
+def _extremes_of_runs(runs: jax.Array, smallest: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The smallest and the largest number of each run, at each of its tokens; all (T,) int32."""
+    limits = jnp.iinfo(jnp.int32)
+    lows = jnp.full_like(smallest, limits.max).at[runs].min(smallest)
+    highs = jnp.full_like(largest, limits.min).at[runs].max(largest)
+    return lows[runs], highs[runs]
+
+
 def labels_within_segments(labels: jax.Array, segment_ids: jax.Array, ignored: int) -> jax.Array:
     """labels (..., T) or (..., T, k), with `ignored` at the last token of each segment that another one follows.
 

@@ -29,7 +29,7 @@ class RotaryScaling:
 
     Attributes:
       rope_type: Hugging Face's name.
-      needs_length: whether frequencies depend on how many positions there are.
+      needs_length: whether frequencies depend on how long a text is.
 
     Raises:
       TypeError: this class itself, which has no frequencies, is constructed.
@@ -49,9 +49,18 @@ class RotaryScaling:
         Args:
           size: how many columns of a head are turned.
           theta: base of the frequencies.
-          length: (), the number of positions, the largest one plus 1; given where `needs_length`.
+          length: (...), how many positions the text has, beside which the frequencies are (..., size / 2); given
+            where `needs_length`. None: those of a short text.
         """
         raise NotImplementedError
+
+    def _deciding(self, length: Any) -> Any:
+        """The part of the length of a text that decides frequencies: they are equal where this is."""
+        return 0
+
+    def _varies(self, length: Any) -> bool:
+        """Whether texts of up to `length` positions have several frequencies; a symbolic length may be any."""
+        return False
 
     def _check(self, size: int, theta: float) -> None:
         """Checks that there are frequencies for this size and base.
@@ -130,8 +139,10 @@ class DynamicRopeScaling(RotaryScaling):
 
         theta' = theta * (factor * L / C - (factor - 1)) ** (size / (size - 2)),  L = max(length, C)
 
-    with C = original_max_position_embeddings, which is max_position_embeddings of a config. Keys in a cache keep the
-    frequencies of the length at which they were made, as in transformers.
+    with C = original_max_position_embeddings, which is max_position_embeddings of a config. The length is that of the
+    text that a token is in, its row or its segment. So each token of a text beyond C changes the frequencies of all,
+    and a model that generates it runs over the text anew: see `TextCache`. transformers keeps keys with the frequencies
+    of the length at which they were made.
 
     Raises:
       ValueError: a factor below 1, or a context that is no number above 0.
@@ -149,11 +160,17 @@ class DynamicRopeScaling(RotaryScaling):
 
     def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
         context = self.original_max_position_embeddings
-        length = jnp.maximum(jnp.asarray(context if length is None else length, jnp.float32), context)
+        length = jnp.asarray(self._deciding(context if length is None else length), jnp.float32)[..., None]
         growth = self.factor * length / context - (self.factor - 1)
         # A power of theta' without theta', which may overflow: theta's frequency by a power of the growth.
         exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / max(size - 2, 1)
         return rotary_frequencies(size, theta) * growth**-exponent
+
+    def _deciding(self, length: Any) -> Any:
+        return jnp.maximum(length, self.original_max_position_embeddings)
+
+    def _varies(self, length: Any) -> bool:
+        return _may_exceed(length, self.original_max_position_embeddings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +248,10 @@ class YarnRopeScaling(RotaryScaling):
 class LongRopeScaling(RotaryScaling):
     """LongRoPE (arXiv 2402.13753), as in Phi-3: a factor for each frequency, for short texts and for long ones.
 
-    Texts of more than original_max_position_embeddings positions are long. Queries and keys are multiplied by
-    attention_factor, by default sqrt(1 + log(factor) / log(original_max_position_embeddings)), 1 where factor is 1 or
-    less.
+    A text, which is a row or a segment of it, is long if it has more than original_max_position_embeddings positions.
+    One that becomes long while a model generates it has other frequencies then, and the model runs over it anew: see
+    `TextCache`. Queries and keys are multiplied by attention_factor, by default
+    sqrt(1 + log(factor) / log(original_max_position_embeddings)), 1 where factor is 1 or less.
 
     Raises:
       ValueError: factors of other than positive numbers, none, or not as many short ones as long ones; a factor or a
@@ -282,8 +300,14 @@ class LongRopeScaling(RotaryScaling):
     def frequencies(self, size: int, theta: float, length: Any = None) -> jax.Array:
         self._check(size, theta)
         short, long = (jnp.asarray(x, jnp.float32) for x in (self.short_factor, self.long_factor))
-        is_long = False if length is None else length > self.original_max_position_embeddings
+        is_long = jnp.asarray(False if length is None else self._deciding(length))[..., None]
         return rotary_frequencies(size, theta) / jnp.where(is_long, long, short)
+
+    def _deciding(self, length: Any) -> Any:
+        return length > self.original_max_position_embeddings
+
+    def _varies(self, length: Any) -> bool:
+        return _may_exceed(length, self.original_max_position_embeddings)
 
     @property
     def amplitude(self) -> float:
@@ -295,6 +319,10 @@ class LongRopeScaling(RotaryScaling):
 
 
 SCALINGS = {cls.rope_type: cls for cls in RotaryScaling.__subclasses__()}
+
+
+def _may_exceed(length: Any, limit: float) -> bool:
+    return not isinstance(length, int) or length > limit  # a symbolic one is not known
 
 
 def _check_factor(scaling: Any) -> None:
@@ -309,6 +337,7 @@ def rotary_angles(
     scaling: RotaryScaling | None = None,
     *,
     partial_rotary_factor: float = 1.0,
+    length: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of positions / theta ** (2 i / R): (..., T, head_dim / 2) float32 for positions (..., T).
 
@@ -318,15 +347,18 @@ def rotary_angles(
       theta: base of the frequencies.
       scaling: of the frequencies, or None.
       partial_rotary_factor: R / head_dim. The last (head_dim - R) / 2 pairs of columns are not turned: cos 1, sin 0.
+      length: integers, broadcastable to positions: how long the text of each is, which decides the frequencies of some
+        scalings; default for each row its largest position plus 1.
     """
     size = turned_columns(head_dim, partial_rotary_factor)
     if scaling is None:
         frequency = rotary_frequencies(size, theta)
     else:
-        length = jnp.max(positions, initial=0) + 1 if scaling.needs_length else None
+        if scaling.needs_length and length is None:
+            length = jnp.max(positions, axis=-1 if positions.ndim else None, keepdims=True, initial=0) + 1
         frequency = scaling.frequencies(size, theta, length)
     if size < head_dim:
-        frequency = jnp.pad(frequency, (0, (head_dim - size) // 2))
+        frequency = jnp.pad(frequency, [(0, 0)] * (frequency.ndim - 1) + [(0, (head_dim - size) // 2)])
     angle = positions[..., None].astype(jnp.float32) * frequency
     return jnp.cos(angle), jnp.sin(angle)
 

@@ -134,6 +134,87 @@ def test_a_decoder_with_a_shard_map_inside(kind):
     np.testing.assert_array_equal(tokens, rollout())
 
 
+LENGTH_SCALINGS = {
+    "longrope": layers.LongRopeScaling(
+        short_factor=(1.0,) * 4, long_factor=(4.0, 3.0, 2.0, 8.0), original_max_position_embeddings=8, factor=4.0
+    ),
+    "dynamic": layers.DynamicRopeScaling(factor=4.0, original_max_position_embeddings=8),
+    "yarn": layers.YarnRopeScaling(factor=4.0, original_max_position_embeddings=8),
+}
+
+
+def scaled(name):
+    """A model whose rotary frequencies are scaled, and its logits after the first `lengths` tokens of each row."""
+    model = llama(rope_scaling=LENGTH_SCALINGS[name], rope_theta=100.0)
+
+    @nnx.jit
+    def whole(model, tokens, lengths):
+        logits = model(tokens, mask=(jnp.arange(tokens.shape[1]) < lengths[:, None])[:, None, None])
+        return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)[:, 0]
+
+    return model, lambda tokens, lengths: whole(model, jnp.asarray(tokens), jnp.asarray(lengths))
+
+
+@pytest.mark.parametrize("name", LENGTH_SCALINGS)
+def test_texts_that_grow_beyond_the_original_context(name):
+    """Frequencies, and with them all keys, are those of each row's length, as in whole passes over the texts."""
+    model, whole = scaled(name)
+    rows, tokens = np.arange(4), np.zeros((4, 6 + NEW), int)
+    tokens[:, :6] = PROMPTS
+    for i in range(NEW):
+        tokens[rows, LENGTHS + i] = np.argmax(whole(tokens, LENGTHS + i), axis=1)
+    expected = np.stack([row[n : n + NEW] for row, n in zip(tokens, LENGTHS, strict=True)])
+    found = layers.generate(model, PROMPTS, lengths=LENGTHS, max_new_tokens=NEW).tokens
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", LENGTH_SCALINGS)
+def test_turns_that_continue_a_cache(name):
+    """Turns of several tokens, of another number in each row, of one, and after tokens that are forgotten."""
+    model, whole = scaled(name)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 14))
+    decode = nnx.jit(lambda model, *args, **options: model.decode(*args, **options))
+
+    def at(start, count):
+        return jnp.stack([row[i : i + count] for row, i in zip(tokens, start, strict=True)])
+
+    def assert_whole(logits, lengths):
+        np.testing.assert_allclose(logits, whole(tokens, np.array(lengths)), rtol=0, atol=1e-4)
+
+    logits, cache = decode(model, at((0, 0), 6), model.init_cache(2, 14), lengths=jnp.array([6, 3]))
+    assert_whole(logits, [6, 3])
+    logits, cache = decode(model, at((6, 3), 4), cache, lengths=jnp.array([4, 2]))
+    assert_whole(logits, [10, 5])
+    logits, cache = decode(model, at((10, 5), 4), cache)
+    assert_whole(logits, [14, 9])
+    caches = cache.layers if isinstance(cache, layers.TextCache) else cache
+    caches = [dataclasses.replace(one, length=jnp.array([6, 8])) for one in caches]
+    cache = dataclasses.replace(cache, layers=caches) if isinstance(cache, layers.TextCache) else caches
+    for run in (decode, lambda model, *args: model.decode(*args)):
+        logits, _ = run(model, at((6, 8), 1), cache)
+        assert_whole(logits, [7, 9])
+
+
+def test_where_the_length_decides_nothing_the_cache_is_that_of_the_layers():
+    """Other scalings, and texts that cannot exceed the original context, have no passes over entire texts."""
+    for name in LENGTH_SCALINGS:
+        model = llama(rope_scaling=LENGTH_SCALINGS[name], rope_theta=100.0)
+        for capacity, is_text in ((8, False), (9, name != "yarn")):
+            assert isinstance(model.init_cache(2, capacity), layers.TextCache if is_text else list)
+        program = jax.make_jaxpr(functools.partial(layers.generate, max_new_tokens=3))(model, jnp.asarray(PROMPTS))
+        assert " cond[" not in str(program)
+
+
+def test_a_cache_of_a_layer_whose_texts_have_a_known_length():
+    """Keys of a layer that is called by itself are those of the length that its cache is given."""
+    module = layers.Attention(16, 2, rope_theta=10.0, rope_scaling=LENGTH_SCALINGS["longrope"], rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, 12, 16))
+    cache = dataclasses.replace(module.init_cache(1, 12), text_length=jnp.array([12]))
+    first, cache = module(x[:, :5], cache=cache)
+    second, _ = module(x[:, 5:], cache=cache)
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), module(x), rtol=0, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_gpt2():
     """Learned positions go on from the cache."""
@@ -326,18 +407,23 @@ def outputs(jaxpr):
                 yield from outputs(inner)
 
 
-def test_no_weight_is_cast_in_the_loop():
+@pytest.mark.parametrize("name", [None, "longrope"])
+def test_no_weight_is_cast_in_the_loop(name):
     """Casts and products with a norm's scale are made before it: a step only reads the weights.
 
-    Of the embedding it takes rows, which are cast.
+    Of the embedding it takes rows, which are cast. A pass over the entire text, which few steps have, casts weights.
     """
-    model = layers.Llama(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    config = dataclasses.replace(CONFIG, rope_scaling=LENGTH_SCALINGS.get(name))
+    model = layers.Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     kernels = {x.shape for x in jax.tree.leaves(nnx.state(model)) if x.ndim > 1}
     whole = jax.make_jaxpr(lambda m, t: layers.generate(m, t, max_new_tokens=NEW))(model, PROMPTS).jaxpr
     (inner,) = (e.params["jaxpr"].jaxpr for e in whole.eqns if e.params.get("name") == "_generate")
     (loop,) = (e for e in inner.eqns if e.primitive.name == "while")
     assert kernels - {model.embed.embedding.shape} <= {x.shape for x in outputs(inner)}
-    assert not kernels & {x.shape for x in outputs(loop.params["body_jaxpr"].jaxpr)}
+    body = loop.params["body_jaxpr"].jaxpr
+    steps = [e for e in body.eqns if e.primitive.name != "cond"]
+    assert len(body.eqns) - len(steps) == (name is not None)
+    assert not kernels & {x.shape for x in outputs(body.replace(eqns=steps))}
 
 
 def test_what_is_hoisted():

@@ -252,6 +252,110 @@ def test_an_id_that_comes_again_sees_nothing_of_before():
     assert np.abs(changed[:, :3] - y[:, :3]).min() > 0
 
 
+LONG = layers.LongRopeScaling(
+    short_factor=(1.0, 1.0), long_factor=(4.0, 3.0), original_max_position_embeddings=8, factor=4.0
+)
+DYNAMIC = layers.DynamicRopeScaling(factor=4.0, original_max_position_embeddings=8)
+YARN = layers.YarnRopeScaling(factor=4.0, original_max_position_embeddings=8)
+SCALINGS = pytest.mark.parametrize("scaling", [LONG, DYNAMIC, YARN], ids=["longrope", "dynamic", "yarn"])
+LONG_IDS = jnp.array([[3] * 6 + [5] * 7, [1] * 9 + [2] * 4])
+
+
+def turning(scaling, **options):
+    """Attention of four columns a head, and its result for each text alone."""
+    module = layers.Attention(8, 2, rope_theta=10.0, rope_scaling=scaling, rngs=nnx.Rngs(0), **options)
+    return module, nnx.jit(lambda module, x, **arrays: module(x, **arrays))
+
+
+def assert_alone(y, x, run, module, row, start, end):
+    np.testing.assert_allclose(y[row, start:end], run(module, x[row, start:end]), rtol=0, atol=2e-5)
+
+
+@SCALINGS
+def test_frequencies_are_those_of_each_segment_s_length(scaling):
+    """Rows of 13 are longer than the original context, of their texts one alone; by any positions of the segments."""
+    (module, run), x = turning(scaling), 2 * normal(0, 2, 13, 8)
+    others = [segment_positions(LONG_IDS), jnp.arange(13) + 7, jnp.broadcast_to(jnp.arange(13), (2, 13))]
+    for positions in (None, *others):
+        y = run(module, x, segment_ids=LONG_IDS, positions=positions)
+        for row, start, end in ((0, 0, 6), (0, 6, 13), (1, 0, 9), (1, 9, 13)):
+            assert_alone(y, x, run, module, row, start, end)
+
+
+@SCALINGS
+def test_frequencies_are_those_of_a_text_without_its_padding(scaling):
+    """Padding is hidden by a mask, after a text or before it, or also one of each head; or it is a segment."""
+    (module, run), x = turning(scaling), 2 * normal(0, 2, 13, 8)
+    after, before = jnp.arange(13) < jnp.array([[6], [9]]), jnp.arange(13) >= jnp.array([[7], [4]])
+    for mask in (after[:, None, None], jnp.broadcast_to(after[:, None, None], (2, 2, 1, 13))):
+        y = run(module, x, mask=mask)
+        assert_alone(y, x, run, module, 0, 0, 6)
+        assert_alone(y, x, run, module, 1, 0, 9)
+    y = run(module, x, mask=before[:, None, None])
+    assert_alone(y, x, run, module, 0, 7, 13)
+    assert_alone(y, x, run, module, 1, 4, 13)
+    y = run(module, x, mask=after[:1], segment_ids=LONG_IDS)  # of queries too: segments say which text a token is in
+    assert_alone(y, x, run, module, 0, 0, 6)
+    y = run(module, x, segment_ids=after.astype(jnp.int32), mask=jnp.tril(jnp.ones((13, 13), bool)))
+    assert_alone(y, x, run, module, 0, 0, 6)
+    assert_alone(y, x, run, module, 1, 0, 9)
+
+
+@SCALINGS
+def test_frequencies_in_a_block_of_values(scaling):
+    (module, run), x = turning(scaling), 2 * normal(0, 2, 13, 8)
+
+    @coda.block(dtype=jnp.float32)
+    def attended(x, positions, segment_ids):
+        return module(x, positions=positions, segment_ids=segment_ids)
+
+    y = attended(x, segment_positions(LONG_IDS), LONG_IDS)
+    np.testing.assert_allclose(y, run(module, x, segment_ids=LONG_IDS), rtol=0, atol=2e-5)
+
+
+def test_angles_by_default_are_those_of_each_row():
+    rows = jnp.array([jnp.arange(4), jnp.arange(4) + 8])
+    for table, short, long in zip(
+        layers.rotary_angles(rows, 4, 10.0, LONG),
+        layers.rotary_angles(rows[0], 4, 10.0),
+        layers.rotary_angles(rows[1], 4, 10.0, LONG, length=jnp.full(4, 9)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(table, jnp.stack([short, long]), atol=1e-6)
+
+
+X13 = normal(0, 2, 13, 8)
+
+
+@pytest.mark.parametrize("scaling", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: m(X13, mask=jnp.tril(jnp.ones((13, 13), bool))), r"a mask of shape \(13, 13\) does not say"),
+        (lambda m: m(X13, bias=jnp.zeros((2, 1, 1, 13))), r"a bias of shape \(2, 1, 1, 13\) does not say"),
+        (lambda m: m(X13[:, :4], cache=m.init_cache(2, 9)), "a cache for 9 tokens would keep keys"),
+        (lambda m: m(X13, segment_ids=LONG_IDS[0]), r"segment_ids has shape \(13,\); for queries"),
+    ],
+)
+def test_texts_of_unknown_length_are_refused(call, message, scaling):
+    module, _ = turning(scaling)
+    with pytest.raises(ValueError, match=message):
+        call(module)
+
+
+def test_parts_of_texts_are_refused_beside_attention_over_devices():
+    """On a device the positions of a part do not say how long the text is."""
+    module, _ = turning(LONG, implementation=lambda q, k, v, **options: q)
+    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def call(x, positions):
+        return module(x, positions=positions)
+
+    spec = jax.P("sequence")
+    with pytest.raises(ValueError, match="positions that differ between devices of a shard_map"):
+        jax.shard_map(call, mesh=mesh, in_specs=(spec, spec), out_specs=spec)(X13[0, :12], jnp.arange(12))
+
+
 def wrong(q, k, v, **options):
     return q[:, :, :1]
 

@@ -314,6 +314,10 @@ def test_caches():
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, cache) and cache.k.dtype == made.k.dtype
     cache = layers.KVCache(k=cache.k, v=cache.v, length=jnp.array([6, 2]))
     assert cache.positions(count=2).tolist() == [[6, 7], [2, 3]]
+    of_lengths = layers.KVCache(k=cache.k, v=cache.v, text_length=jnp.array([7, 3]))
+    texts = layers.TextCache(tokens=jnp.zeros((2, 8), jnp.int32), layers=[of_lengths])
+    assert texts.capacity == 8 and texts.layers[0].text_length.tolist() == [7, 3]
+    np.testing.assert_array_equal(layers.TextCache.empty(layers=[of_lengths]).tokens, texts.tokens)
     cache.check_room(more=2)
     with pytest.raises(ValueError, match="capacity"):
         cache.check_room(more=3)

@@ -2,5 +2,6 @@
 
 from flax_layers.decoding.generate import Decoder, Generated, generate
 from flax_layers.decoding.kv_cache import KVCache
+from flax_layers.decoding.text_cache import TextCache
 
-__all__ = ["Decoder", "Generated", "KVCache", "generate"]
+__all__ = ["Decoder", "Generated", "KVCache", "TextCache", "generate"]

@@ -28,11 +28,14 @@ class KVCache:
       k, v: (B, S, Hkv, Dh) in the compute dtype; keys are rotated.
       length: (B,) int32, tokens held by each row; None for an empty cache, so that this is known while tracing: its
         first tokens attend to one another, without the cache.
+      text_length: (B,) int32, the length of each row's text, by which keys are rotated where it decides frequencies, as
+        in LongRopeScaling; None: it decides none. Keys that are held keep their frequencies: see `TextCache`.
     """
 
     k: jax.Array
     v: jax.Array
     length: jax.Array | None = None
+    text_length: jax.Array | None = None
 
     @classmethod
     def empty(cls, batch_size: int, capacity: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
@@ -67,15 +70,11 @@ class KVCache:
         self._check_fits(count)
         if self.length is None:
             to_come = ((0, 0), (0, self.capacity - count), (0, 0), (0, 0))
-            return KVCache(jnp.pad(k, to_come), jnp.pad(v, to_come), jnp.full(self.k.shape[0], count, jnp.int32))
-        # Not dynamic_update_slice, which would write what does not fit over older tokens.
-        rows, slots = jnp.arange(self.k.shape[0])[:, None], _rows_as(self.k, self.positions(count))
-
-        def with_more(held: jax.Array, new: jax.Array) -> jax.Array:
-            sharding = explicit_sharding(held)  # over explicit mesh axes
-            return held.at[rows, slots].set(placed(new, sharding), mode="drop", out_sharding=sharding)
-
-        return KVCache(with_more(self.k, k), with_more(self.v, v), self.length + count)
+            length = jnp.full(self.k.shape[0], count, jnp.int32)
+            return dataclasses.replace(self, k=jnp.pad(k, to_come), v=jnp.pad(v, to_come), length=length)
+        slots = self.positions(count)
+        k, v = written(self.k, k, slots), written(self.v, v, slots)
+        return dataclasses.replace(self, k=k, v=v, length=self.length + count)
 
     def check_room(self, more: Any) -> None:
         """Checks that there is room for `more` tokens, a number or one for each row, if the number held is known.
@@ -89,6 +88,14 @@ class KVCache:
     def _check_fits(self, tokens: int) -> None:
         if tokens > self.capacity:
             raise ValueError(f"{tokens} tokens exceed the cache's capacity of {self.capacity}")
+
+
+def written(held: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """held (B, S, ...) with new (B, T, ...) in the slots (B, T) of each row; slots from S on are dropped."""
+    # Not dynamic_update_slice, which would write what does not fit over older tokens.
+    rows, slots = jnp.arange(held.shape[0])[:, None], _rows_as(held, slots)
+    sharding = explicit_sharding(held)  # over explicit mesh axes
+    return held.at[rows, slots].set(placed(new, sharding), mode="drop", out_sharding=sharding)
 
 
 def _rows_as(x: jax.Array, numbers: jax.Array) -> jax.Array:

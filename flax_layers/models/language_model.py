@@ -11,6 +11,7 @@ from flax import nnx
 
 from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
+from flax_layers.decoding.text_cache import TextCache, varying_scalings
 from flax_layers.lm_head import LMHead, logits_of, loss_of, token_logprobs_of
 from flax_layers.models.origin import end_tokens
 from flax_layers.moe.balancing import RouterStatistics
@@ -112,14 +113,19 @@ class LanguageModel(nnx.Module):
         return logits_of(self.head, features, self._embedding(), self.soft_cap)
 
     @under_rules
-    def init_cache(self, batch_size: int, capacity: int) -> list[KVCache]:
+    def init_cache(self, batch_size: int, capacity: int) -> list[KVCache] | TextCache:
         """Empty caches of all layers, for `capacity` tokens a row.
+
+        They are a TextCache where rotary frequencies depend on how many of these tokens there are, as beyond the
+        original context of a LongRopeScaling.
 
         Raises:
           ValueError: a capacity beyond what the config allows.
         """
         self._check_length(capacity)
-        return [layer.attention.init_cache(batch_size, capacity) for layer in self._layers()]
+        layers = self._layers()
+        caches = [layer.attention.init_cache(batch_size, capacity) for layer in layers]
+        return TextCache.empty(caches) if varying_scalings(layers, capacity) else caches
 
     @under_rules
     def loss(

@@ -18,6 +18,7 @@ from flax_layers.attention import Attention
 from flax_layers.block import TransformerBlock
 from flax_layers.config_checks import check_alike
 from flax_layers.decoding.kv_cache import KVCache, decode_layers
+from flax_layers.decoding.text_cache import TextCache, decode_text
 from flax_layers.embed import Embed
 from flax_layers.fp8 import Recipes, layer_recipes
 from flax_layers.layer_stack import run_layers, stack, unstack
@@ -283,9 +284,7 @@ class Llama(LanguageModel):
         return self._projected(constrain(stream, *STREAM, beside=("vocab",))), counted
 
     @under_rules
-    def decode(
-        self, tokens: jax.Array, cache: list[KVCache], *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, list[KVCache]]:
+    def decode(self, tokens: jax.Array, cache: Any, *, lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """Logits after the tokens, and the cache, which then holds these too.
 
         Args:
@@ -300,7 +299,12 @@ class Llama(LanguageModel):
           ValueError: more tokens than the cache's capacity. Under jit the number that it holds is not known: there
             tokens past its capacity are dropped.
         """
-        stream, longer = decode_layers(self._layers(), self._embedded(tokens), cache, lengths)
+        layers = self._layers()
+        longer: list[KVCache] | TextCache
+        if isinstance(cache, TextCache):
+            stream, longer = decode_text(layers, self._embedded, tokens, cache, lengths)
+        else:
+            stream, longer = decode_layers(layers, self._embedded(tokens), cache, lengths)
         return logits_of(self.head, self._projected(stream), self._embedding(), self.soft_cap)[:, 0], longer
 
     def _layers(self) -> Any:
