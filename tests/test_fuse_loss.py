@@ -108,20 +108,95 @@ def test_in_16_bits():
     assert found < 1.2 * own
 
 
-def test_labels_that_are_not_in_the_vocabulary():
-    w, x, labels = arguments()
-    labels = labels.at[0, :3].set(jnp.array([-1, VOCABULARY, -VOCABULARY - 1]))
-    for name in ("integer_labels", "one_hot", "log_softmax"):
-        f = lambda w, x, y, loss=LOSSES[name]: loss(x @ w["head"], y)  # noqa: E731
-        found, expected = coda.fuse(f)(w, x, labels), f(w, x, labels)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        mask = (labels >= 0) & (labels < VOCABULARY)
-        total = lambda w, g, mask=mask: jnp.sum(jnp.where(mask, g(w, x, labels), 0.0))  # noqa: E731
-        gradients = [jax.grad(total)(w, g) for g in (coda.fuse(f), f)]
-        gradients += [jax.grad(coda.fuse(total))(w, f), jax.grad(total)(w, f)]
-        assert largest_error(*gradients[:2]) < 1e-5 and largest_error(*gradients[2:]) < 1e-5
-        mean = lambda w, f=f: jnp.mean(f(w, x, labels))  # noqa: E731
-        assert jnp.isnan(coda.fuse(mean)(w)) == jnp.isnan(mean(w))
+def small_arguments(tokens=24, width=16):
+    """x, w, labels on both sides of the vocabulary and beyond, weights some of which are 0, a mask."""
+    new = plain_models.Weights(5, jnp.float32)
+    rng = np.random.default_rng(6)
+    labels = rng.integers(0, VOCABULARY, tokens)
+    labels[:8] = -1, -VOCABULARY, -VOCABULARY - 1, VOCABULARY, VOCABULARY + 7, 2**31 - 1, -(2**31), 0
+    weights = jnp.asarray(rng.normal(size=tokens) * (np.arange(tokens) % 5 != 4), jnp.float32)
+    mask = jnp.asarray(np.arange(tokens) % 3 != 0)
+    return new(tokens, width), new(width, VOCABULARY), jnp.asarray(labels, jnp.int32), weights, mask
+
+
+def picked_as(**options):
+    return lambda z, y: jnp.take_along_axis(z, y[..., None], axis=-1, **options)[..., 0]
+
+
+def picked_by_product(z, y):
+    return jnp.sum(z * jax.nn.one_hot(y, VOCABULARY), axis=-1)
+
+
+PICKS = {
+    "clip": picked_as(mode="clip"),
+    "fill": picked_as(mode="fill"),
+    "fill_3": picked_as(mode="fill", fill_value=3.0),
+    "one_hot": picked_by_product,
+}
+SPELLINGS = LOSSES | {
+    f"{name}_{pick}": (lambda z, y, form=form, pick=pick: form(z, y, PICKS[pick]))
+    for name, form in {
+        "of_logits": lambda z, y, pick: jax.nn.logsumexp(z, axis=-1) - pick(z, y),
+        "of_log_softmax": lambda z, y, pick: -pick(jax.nn.log_softmax(z), y),
+    }.items()
+    for pick in PICKS
+}
+
+
+@pytest.mark.parametrize("door", ["gradient_of_fused", "fused_gradient"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_labels_that_are_not_in_the_vocabulary(name, door):
+    """They are what plain JAX makes of them, in value and gradient, in each loss and in sums of losses."""
+    x, w, labels, weights, mask = small_arguments()
+    loss = SPELLINGS[name]
+
+    def f(x, w, weights):
+        each, mean, kept, left = (loss((i + 1) * x @ w, labels) for i in range(4))
+        sums = jnp.mean(mean), jnp.sum(jnp.where(mask, kept, 0.0) * weights), jnp.sum(jnp.where(mask, 0.0, left))
+        return each, *sums
+
+    cotangents = (jnp.cos(jnp.arange(24.0)), jnp.float32(2.0), jnp.float32(-1.5), jnp.float32(0.5))
+
+    def with_cotangents(f):
+        def g(*args):
+            outputs, pull = jax.vjp(f, *args)
+            return outputs, pull(cotangents)
+
+        return g
+
+    fused = with_cotangents(coda.fuse(f)) if door == "gradient_of_fused" else coda.fuse(with_cotangents(f))
+    found, expected = (jax.tree.leaves(jax.jit(g)(x, w, weights)) for g in (fused, with_cotangents(f)))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.nanmax(jnp.abs(other))))
+    operators = sorted(name for one in coda.fuse.report(f, x, w, weights).products for name in one.epilogue)
+    assert operators == ["linear_cross_entropy"] * 3 + ["token_logprobs"]
+
+
+def test_either_sign_and_either_mask_of_a_sum():
+    x, w, _, weights, mask = small_arguments()
+    labels = jnp.arange(24) * 7
+
+    def f(x, w):
+        z = [(i + 1) * x @ w for i in range(4)]
+        losses = [LOSSES[name](z, labels) for name, z in zip(("logsumexp", "negative") * 2, z, strict=True)]
+        kept = [jnp.sum(jnp.where(mask, one, 0.0) * weights) for one in losses[:2]]
+        return *kept, *(jnp.sum(jnp.where(mask, 0.0, one)) for one in losses[2:])
+
+    np.testing.assert_allclose(jax.jit(coda.fuse(f))(x, w), jax.jit(f)(x, w), rtol=1e-5, atol=1e-5)
+    assert [one.epilogue for one in coda.fuse.report(f, x, w).products] == [("linear_cross_entropy",)] * 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.float32])
+def test_an_array_that_is_one_hot_by_chance_alone(dtype):
+    """Integers of few bits count columns from 0 again, so that a label has several; floats are no labels."""
+    x, w, labels, *_ = small_arguments()
+
+    def f(x, w):
+        is_label = (labels % 100).astype(dtype)[:, None] == jax.lax.iota(dtype, VOCABULARY)
+        return jnp.sum(optax.softmax_cross_entropy(x @ w, is_label))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
 
 
 @pytest.mark.parametrize("reads", ["logits", "another"])

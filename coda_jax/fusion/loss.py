@@ -6,6 +6,10 @@ Both are the token's log-probability, whatever c is: JAX subtracts the largest l
 along the vocabulary, or by a sum with its one-hot array. It becomes `token_logprobs`; where it is only summed over all
 tokens, times weights or under a mask, `linear_cross_entropy`, which forms the gradient in the forward pass. No array of
 all logits is made then, forward or backward.
+
+For a label that is not in the vocabulary a number is picked that has no gradient: 0 of a one-hot array, the fill value
+of a gather, by default NaN. Beside it the first form keeps the log-sum-exp, with its gradient, and the second one,
+picked from the difference, keeps nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +28,30 @@ from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.evaluate import read
-from coda_jax.operators import linear_cross_entropy, token_logprobs
+from coda_jax.operators.head.any_label import logprobs_of_any, loss_sum_of_any
 
-_Found = tuple[Any, int, Any, float | None]  # the first fields of a `_Site` that equations behind the product say
 _LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
 _VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"})
-_OUTSIDE = {"FILL_OR_DROP": jnp.nan, "CLIP": None, "PROMISE_IN_BOUNDS": None}  # of the vocabulary, by a gather's mode
+_CLIPPED = frozenset({"CLIP", "PROMISE_IN_BOUNDS"})  # modes of a gather; of the latter JAX defines no result outside
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A loss without its product.
+
+    Attributes:
+      result: the variable that is the log-probability, or its negative.
+      sign: 1 or -1.
+      labels: a variable of integers, one a token.
+      outside: the number that is picked for labels that are not in the vocabulary; None where they are clipped to it.
+      is_of_logits: whether it is picked of logits, beside their log-sum-exp, and not of log-probabilities.
+    """
+
+    result: Any
+    sign: int
+    labels: Any
+    outside: float | None
+    is_of_logits: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +59,20 @@ class _Site:
     """A loss.
 
     Attributes:
-      result: the variable that is the log-probability, or its negative; or the sum of these.
-      sign: 1 or -1.
+      found: the log-probability.
+      result: its variable; or that of the sum over all tokens.
+      sign: 1, or -1 where the result is its negative.
       dot: the product.
       product: its equation.
-      labels: a variable of integers, one a token.
-      outside: the result for labels that are not in the vocabulary; None where they are clipped to it.
       factors: of each token's loss in the sum, variables and numbers; None where it is not summed.
       masks: variables, and which of their values keeps a token; the others count as zero.
     """
 
+    found: _Found
     result: Any
     sign: int
     dot: Dot
     product: Equation
-    labels: Any
-    outside: float | None
     factors: tuple[Any, ...] | None = None
     masks: tuple[tuple[Any, bool], ...] = ()
 
@@ -101,19 +121,21 @@ def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJ
 
 
 def _arguments(site: _Site, values: dict[Any, Any]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The product's factors, the labels, and labels that are in the vocabulary."""
+    """The product's factors; the labels, clipped where the loss has them so; which are not in the vocabulary."""
     dot = site.dot
     x, w = values[dot.a], values[dot.b]
     rows, vocabulary = x.shape[: dot.rows_a], w.shape[0] if dot.transpose_b else w.shape[-1]
     w = w.reshape(vocabulary, -1) if dot.transpose_b else w.reshape(-1, vocabulary)
-    labels = values[site.labels].reshape(rows)
-    return x.reshape(*rows, -1), w, labels, jnp.clip(labels, 0, vocabulary - 1)
+    labels = values[site.found.labels].reshape(rows)
+    known = jnp.clip(labels, 0, vocabulary - 1)
+    labels = known if site.found.outside is None else labels
+    return x.reshape(*rows, -1), w, labels, labels != known
 
 
 def _sum(site: _Site, values: dict[Any, Any]) -> jax.Array:
     """The value of the site's variable, the weighted sum of all tokens' losses."""
     assert site.factors is not None
-    x, w, labels, known = _arguments(site, values)
+    x, w, labels, is_outside = _arguments(site, values)
     weights = jnp.ones(labels.shape, jnp.float32)
     for factor in site.factors:
         given = factor.val if isinstance(factor, core.Literal) else values[factor]
@@ -122,25 +144,21 @@ def _sum(site: _Site, values: dict[Any, Any]) -> jax.Array:
     for mask, keeps in site.masks:
         counts &= values[mask].reshape(labels.shape) == keeps
     weights = jnp.where(counts, weights, 0.0)
-    if site.outside is None:
-        labels = known
-    elif site.outside == 0.0:
-        weights, labels = jnp.where(labels == known, weights, 0.0), known
-    else:  # the sum is NaN, unless these tokens are masked
-        labels = jnp.where(counts, labels, known)
-    total, _ = linear_cross_entropy(
-        x, w, labels, weights=weights, reduction="sum", transpose_w=site.dot.transpose_b, ignore_index=None
-    )
+    of_lse = weights if site.found.is_of_logits else jnp.where(is_outside, 0.0, weights)
+    total = loss_sum_of_any(x, w, labels, of_lse, transpose_w=site.dot.transpose_b)
+    if site.found.outside:
+        total -= jnp.sum(jnp.where(is_outside & counts, site.found.outside, 0.0) * weights)
     return (-site.sign * total).astype(site.result.aval.dtype)
 
 
 def _logprob(site: _Site, values: dict[Any, Any]) -> jax.Array:
     """The value of the site's variable."""
-    dot = site.dot
-    x, w, labels, known = _arguments(site, values)
-    logprob = token_logprobs(x, w, known, transpose_w=dot.transpose_b, ignore_index=None)
-    if site.outside is not None:
-        logprob = jnp.where(labels == known, logprob, site.outside)
+    x, w, labels, is_outside = _arguments(site, values)
+    logprob, outside = logprobs_of_any(x, w, labels, transpose_w=site.dot.transpose_b), site.found.outside
+    if outside is not None and not site.found.is_of_logits:
+        logprob = jnp.where(is_outside, outside, logprob)
+    elif outside:
+        logprob += jnp.where(is_outside, outside, 0.0)
     return (site.sign * logprob).astype(site.result.aval.dtype).reshape(site.result.aval.shape)
 
 
@@ -163,8 +181,8 @@ class _Sites:
                 continue
             (z,) = equation.outvars
             if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
-                for result, sign, labels, outside in self._of(z):
-                    site = _Site(result, sign, dot, equation, labels, outside)
+                for found in self._of(z):
+                    site = _Site(found, found.result, found.sign, dot, equation)
                     tokens, width = z.aval.size // z.aval.shape[-1], dot.a.aval.size * z.aval.shape[-1] // z.aval.size
                     is_less = isinstance(tokens, int) and tokens >= width  # dw than logits; False for a symbolic size
                     yield self._summed(site) if self._sums and is_less else site
@@ -266,7 +284,7 @@ class _Sites:
         for difference in self._read_by({shifted}, "sub"):
             if difference.invars[0] is shifted and difference.invars[1] in logarithm:
                 for picked, labels, outside in self._picked(set(difference.outvars)):
-                    yield picked, 1, labels, outside
+                    yield _Found(picked, 1, labels, outside, is_of_logits=False)
 
     def _of_log_sum_exp(self, logits: set[Any], shift: Any, logarithm: set[Any]) -> Iterator[_Found]:
         """logarithm + shift - the logits picked at the labels, or its negative."""
@@ -280,7 +298,7 @@ class _Sites:
                 left, right = difference.invars
                 if (left in totals and right in views) or (left in views and right in totals):
                     sign = -1 if left in totals else 1
-                    yield difference.outvars[0], sign, labels, outside
+                    yield _Found(difference.outvars[0], sign, labels, outside, is_of_logits=True)
 
     def _root(self, x: Any) -> tuple[Any, bool]:
         """The variable that one is a view of, and whether its gradient is stopped, as of JAX's largest logit."""
@@ -294,13 +312,16 @@ class _Sites:
         return x, is_stopped
 
     def _picked(self, arrays: set[Any]) -> Iterator[tuple[Any, Any, float | None]]:
-        """Variables that are one of the arrays at labels along its last axis; the labels; what stands for others."""
+        """Variables that are one of the arrays at labels along its last axis; the labels; `_Found.outside`."""
         for gather in self._read_by(arrays, "gather"):
             operand, indices = gather.invars
             if operand in arrays and _is_along_last(gather) and not isinstance(indices, core.Literal):
                 mode = getattr(gather.params["mode"], "name", str(gather.params["mode"]))
-                if mode in _OUTSIDE:
-                    yield gather.outvars[0], indices, _OUTSIDE[mode]
+                fill = gather.params["fill_value"]
+                if mode in _CLIPPED:
+                    yield gather.outvars[0], indices, None
+                elif mode == "FILL_OR_DROP":
+                    yield gather.outvars[0], indices, jnp.nan if fill is None else float(fill)
         for product in self._read_by(arrays, "mul"):
             others = [x for x in product.invars if x not in arrays]
             for total in self._read_by(set(product.outvars), "reduce_sum") if len(others) == 1 else ():
@@ -323,9 +344,12 @@ class _Sites:
         return labels[0] if len(counts) == 1 and same_rows else None
 
     def _counts_along_last(self, x: Any, rank: int) -> bool:
-        """True for 0, 1, 2 ... along the last axis, the same for all others."""
+        """True for integers 0, 1, 2 ... along the last axis, the same for all others."""
         maker = None if isinstance(x, core.Literal) else self._makers.get(x)
         if maker is None or x.aval.ndim != rank:
+            return False
+        dtype = x.aval.dtype  # of few bits it counts from the start again
+        if not jnp.issubdtype(dtype, jnp.integer) or x.aval.shape[-1] - 1 > jnp.iinfo(dtype).max:
             return False
         if maker.primitive.name == "broadcast_in_dim" and not isinstance(maker.invars[0], core.Literal):
             source = self._makers.get(maker.invars[0])
