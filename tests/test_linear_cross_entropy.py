@@ -288,6 +288,39 @@ def test_exponentials_out_of_range_are_made_again():
     assert not (of_logits[1][1] == gradients(loss, 0.01 * x, kernel, labels)[1][1]).all()
 
 
+@pytest.mark.parametrize(
+    "height, column, others, weight",
+    [
+        (86, 16, 0, 1.0),
+        (86, 64, 0, 1e20),
+        (80, 2.0**12, 0, 1e20),
+        (74, 1, 0, 1e-5),
+        (-40, 1, 1, 1e23),
+        (1, 1, 0, 1e-30),
+    ],
+)
+def test_products_of_a_row_that_is_far_from_the_others(height, column, others, weight):
+    """Neither overflows beside large weights, and small inputs of the row are not lost beside its exponentials."""
+    tokens, rng = 160, np.random.default_rng(0)
+    x, kernel = rng.normal(size=(tokens, 8)), rng.normal(size=(8, VOCABULARY))
+    x[:, 0], kernel[0], kernel[:, 3] = 0, others, 0
+    kernel[0, 3] = column
+    x[70] = [height / column, 2.0**-8, *[0] * 6]
+    labels = jnp.asarray(rng.integers(4, VOCABULARY, tokens))
+    x, kernel, weights = jnp.asarray(x, BF16), jnp.asarray(kernel, BF16), jnp.full(tokens, weight, F32)
+
+    def value(f, *given):
+        g = lambda x, k, w: f(x, None, k, labels, w, reduction="sum")[0]  # noqa: E731
+        return jit(jax.value_and_grad(g, (0, 1)))(*given)
+
+    got = value(loss, x, kernel, weights)
+    with jax.enable_x64(True):
+        want = value(plain, *(jnp.asarray(np.float64(y)) for y in (x, kernel, weights)))
+    for one, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.float64(one), exact, rtol=0.02, atol=0.02 * float(np.abs(exact).max()))
+    np.testing.assert_allclose(np.float64(got[1][1][1, 3]), want[1][1][1, 3], rtol=0.05)
+
+
 @contextlib.contextmanager
 def only_logits():
     """Heads keep logits, not exponentials."""
@@ -310,6 +343,21 @@ def test_exponentials_beside_a_cotangent_of_zero():
     _, want = gradients(plain, x.astype(F32), kernel.astype(F32), arguments[2], z_loss=z_loss)
     for one, exact in zip(got, want, strict=True):
         np.testing.assert_allclose(one.astype(F32), exact, rtol=1e-2, atol=1e-2 * float(jnp.abs(exact).max()))
+
+
+def test_exponentials_beside_a_cotangent_that_is_exactly_zero():
+    """Nothing is divided by that of the log-sum-exp alone, by z_loss, or of a token whose weight is 0."""
+    x, kernel = jnp.ones((140, 8), BF16), jnp.full((8, 136), -25, BF16).at[:, 3].set(-1)
+    labels, weights = jnp.full(140, 3), jnp.ones(140).at[5].set(0)
+    for z_loss in (1 / 16, 0.0):  # lse is -8
+
+        def value(f, x, k, z_loss=z_loss):
+            return f(x, None, k, labels, weights, z_loss=z_loss, reduction="sum")[0]
+
+        got = jit(jax.grad(functools.partial(value, loss), (0, 1)))(x, kernel)
+        want = jit(jax.grad(functools.partial(value, plain), (0, 1)))(x.astype(F32), kernel.astype(F32))
+        for one, exact in zip(got, want, strict=True):
+            np.testing.assert_allclose(one.astype(F32), exact, rtol=1e-2, atol=1e-6)
 
 
 @needs_nvrtc

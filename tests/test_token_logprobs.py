@@ -74,7 +74,11 @@ def test_large_and_peaked_logits(dtype, rtol, atol):
     np.testing.assert_allclose(got, logp[labels], rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(entropy, -jnp.sum(jnp.exp(logp) * logp), rtol=rtol, atol=atol)
     assert (entropy >= 0).all()
-    far = coda.token_logprobs(x, jnp.full((8, 131), -30, dtype), labels, entropy=True)
+    x = jnp.stack([jnp.ones(64), jnp.linspace(0, 20, 64)], axis=1).astype(dtype)
+    certain = jnp.zeros((2, 131), dtype).at[0].set(-120).at[:, 5].set(jnp.asarray([0, 1], dtype))
+    _, entropy = coda.token_logprobs(x, certain, labels[:1].repeat(64), entropy=True)
+    assert (entropy >= 0).all() and (entropy < 1e-5).all()  # 0, but for rounding
+    far = coda.token_logprobs(jnp.ones((4, 8), dtype), jnp.full((8, 131), -30, dtype), labels, entropy=True)
     np.testing.assert_allclose(far[0], -np.log(131), rtol=1e-4)
     np.testing.assert_allclose(far[1], np.log(131), rtol=1e-4)
 
@@ -101,7 +105,7 @@ def test_entropies_of_sums_are_as_right_as_float32(size, offsets, temperature, s
 
 
 @pytest.mark.parametrize("temperature", [None, 0.5])
-@pytest.mark.parametrize("lost", [90.0, -50.0, 1e4, -1e4, 1e30])
+@pytest.mark.parametrize("lost", [90.0, 80.0, -50.0, 1e4, -1e4, 1e30])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_sums_out_of_range_are_made_again(lost, is_masked, temperature, monkeypatch):
     """One such token: all statistics are bit for bit those of the head that reads logits."""
@@ -147,6 +151,9 @@ def test_tokens_that_are_masked_or_no_numbers_are_not_made_again(monkeypatch):
     spoilt = jnp.where(mask[:, None], x, 1e30)
     both = jax.jit(lambda x: coda.token_logprobs(x, w, labels, entropy=True, mask=mask))
     np.testing.assert_array_equal(both(spoilt), both(x))
+    far, *_ = arguments_with_logits(1, offsets=300.0)  # one of the tokens that say so is no number
+    found = jax.jit(lambda x: coda.token_logprobs(x.at[6].set(jnp.nan), w, labels, entropy=True))(far)
+    assert np.isnan(found).sum(axis=1).tolist() == [1, 1]
     hot = jnp.ones(300).at[7].set(0.0).at[9].set(jnp.nan)
     found = jax.jit(lambda x: coda.token_logprobs(x.at[5].set(jnp.nan), w, labels, entropy=True, temperature=hot))(x)
     assert np.isnan(found).sum(axis=1).tolist() == [3, 3] and np.isnan(found)[:, [5, 7, 9]].all()

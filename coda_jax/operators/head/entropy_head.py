@@ -6,7 +6,8 @@
 with one number s near the logits. No maximum is needed where S is in float32's range. Rounding makes the entropy
 uncertain by some 1e-7 of lse - s, as it does the logarithms of p from which the derivative comes.
 
-A row whose S leaves 2^-60 to 2^110 is lost, W with it. Then all statistics are computed again, from logits.
+A row whose S leaves 2^-60 to 2^110, within which W and the sum over devices are finite, is lost, W with it. Then all
+statistics are computed again, from logits.
 """
 
 from __future__ import annotations
@@ -25,11 +26,9 @@ from coda_jax.lowering.on_devices import across
 from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.head.chunks import Chunk, over_chunks
 from coda_jax.operators.head.logit_curve import LogitCurve
-from coda_jax.operators.head.logit_shift import LEAST, near_logits
+from coda_jax.operators.head.logit_shift import LEAST, MOST, near_logits
 from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.primitives.mesh_types import vary, varying_axes
-
-MOST = 2.0**110  # of S: an exponent of 76, so that W and the sum over devices are finite too
 
 
 @dataclasses.dataclass(frozen=True)

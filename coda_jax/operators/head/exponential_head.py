@@ -13,13 +13,16 @@ so that both products read e': f scales the first one's rows, in its epilogue, a
 has float32's range, and an exponential is as exact in it as the cotangent would be; a logit of 20 that is rounded to
 bfloat16 makes its probability uncertain by 6 %.
 
-A row whose sum leaves 2^-60 to 2^126 has its largest logits more than 41 below s or 87 above it, and its exponentials
-are lost. Then all chunks are computed again, from their logits.
+A row whose sum leaves 2^-60 to 2^110 has its largest logits more than 41 below s or 76 above it, and its exponentials
+are lost: within, they are finite times each weight below 2^17. So is a row with a sum above 2^32 and an f below 2^-104,
+beside which small h are lost in f h, but not in the result; or with a sum below 2^-32 and an f above 2^104. (Other f of
+that size are of cotangents that are so themselves.) Then all chunks are computed again, from their logits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,11 +35,12 @@ from coda_jax.jaxprs.walk import unexpected
 from coda_jax.lowering.on_devices import across
 from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.head.chunks import Chunk, over_chunks
-from coda_jax.operators.head.logit_shift import LEAST, near_logits
+from coda_jax.operators.head.logit_shift import LEAST, MOST, near_logits
 from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
-MOST = 2.0**126  # of a row's sum of exponentials
+_MOST_FACTOR = 2.0**104  # of a row's f, where its sum is small; the inverse is the least where it is large
+_FAR = 32 * math.log(2)  # between a log-sum-exp and the shift, for a sum that is large or small
 _MOST_BYTES = 13 << 28  # of a chunk's exponentials and dW, where nothing else is asked for
 
 
@@ -85,7 +89,7 @@ class ExponentialHead(LossHead):
             cotangents, *dcoefficients = pullback(chunk.of(weights))
             factor = jnp.exp(shift - stats.lse) * cotangents.lse
             added = jnp.where(cotangents.target == 0, 0.0, cotangents.target / factor)  # to the label's
-            is_row_lost |= jnp.abs(added) > MOST
+            is_row_lost |= (jnp.abs(added) > MOST) | _is_out_of_range(factor, stats.lse - shift, cotangents.lse)
             rows, inside = lax.iota(jnp.int32, chunk_labels.shape[0]), self.has_column(chunk_labels)
             exact = (jnp.exp(stats.target - shift) + added).astype(e.dtype)
             e = e.at[rows, jnp.where(inside, chunk_labels, self.columns)].set(exact, mode="drop", unique_indices=True)
@@ -132,3 +136,9 @@ class ExponentialHead(LossHead):
         is_finite = total <= MOST  # on this shard of W; False for NaN
         total, target = (across(ReductionOp.SUM, x, self.axes) for x in (total, target))
         return Statistics(shift + jnp.log(total), target), e, ~(is_finite & (total >= LEAST))
+
+
+def _is_out_of_range(factor: jax.Array, height: jax.Array, dlse: jax.Array) -> jax.Array:
+    """Whether factor, exp(-height) dlse, loses what dlse holds, for each row."""
+    is_small = (height > _FAR) & (jnp.abs(factor) < 1 / _MOST_FACTOR) & (dlse != 0)
+    return is_small | ((height < -_FAR) & (jnp.abs(factor) > _MOST_FACTOR))

@@ -98,8 +98,9 @@ def linear_cross_entropy(
     Numerics: lse and the label's logit come from the float32 accumulator. For other logits the gradient reads
     exponentials in bfloat16 where that is the compute dtype and there is neither smoothing nor a cap; else rounded
     logits: in bfloat16 a probability whose logit is 20 is off by up to 6 %; with reduction="none" nothing is rounded
-    before the probability. Where a row's log-sum-exp is 41 below or 87 above the logits of the first labels, all chunks
-    are computed again from rounded logits, in twice the time. dx and dw leave the products in float32 where x or w are.
+    before the probability. Where a row's log-sum-exp is 41 below or 76 above the logits of some labels, or nearer with
+    a weight far from 1, all chunks are computed again from rounded logits, in twice the time. dx and dw leave the
+    products in float32 where x or w are.
     In 16-bit dtypes a vocabulary that is no multiple of 8 is padded to one of 128, in a copy of w.
     Source: the algebra is CODA's (arXiv 2605.19269), the order of the products that of Liger's fused linear
     cross-entropy (arXiv 2410.10989).

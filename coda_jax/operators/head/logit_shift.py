@@ -12,6 +12,7 @@ from coda_jax.operators.head.arrays import Tokens
 from coda_jax.operators.head.chunks import Chunk
 from coda_jax.operators.head.loss_head import LossHead
 
+MOST = 2.0**110  # of a row's sum of exponentials: an exponent of 76, so that sums of it times a logit are finite too
 LEAST = 2.0**-60  # of a row's sum of exponentials: what float32 flushes to 0 is below 2^-49 of it, for 2^17 columns
 _SAMPLE = 128  # rows whose targets say where the logits are
 
