@@ -34,6 +34,33 @@ def test_without_row_scale():
     compare(functools.partial(experts, sizes=sizes), arguments(jnp.bfloat16, sizes)[:3], sizes)
 
 
+def test_weights_of_an_expert_without_rows_are_not_read():
+    """They may hold anything, forward and backward: of operators, of products, and of a block as plain JAX."""
+    sizes = SIZES["unaligned"]
+    args = arguments(jnp.float32, sizes, poison=False)
+    spoilt = [args[0], args[1].at[1].set(jnp.inf), args[2].at[1].set(jnp.nan), args[3]]
+    groups = jnp.asarray(sizes, jnp.int32)
+
+    def product(x, w, *_):
+        return coda.ragged_gemm(x, w, groups, epilogue=jnp.tanh)
+
+    def turned(x, w, *_):
+        return coda.ragged_gemm(x, w.mT, groups, transpose_b=True)
+
+    lines = coda.block(
+        lambda x, w, v, _: x.ragged_dot(w, groups).map(gated).ragged_dot(v, groups), implementation="xla"
+    )
+    for f in (functools.partial(experts, sizes=sizes), product, turned, lines):
+        outputs, expected = ([y, *back(jnp.cos(y))] for y, back in (jax.vjp(jax.jit(f), *a) for a in (spoilt, args)))
+        for one, other in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def gated(u):
+    gate, up = jnp.split(u, 2, axis=-1)
+    return gate * up
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_random_sizes(seed):
     """Up to 64 experts, many of them without a row; the first rows are not filled evenly."""

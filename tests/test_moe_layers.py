@@ -91,6 +91,18 @@ def test_experts_without_rows():
     check_module(module, lambda m, x: m(x), functools.partial(textbook, k=2), x)
 
 
+def test_weights_of_experts_without_rows_are_not_read():
+    module = made(experts=8, k=2)
+    x = jnp.abs(jax.random.normal(jax.random.key(1), (13, 16)))
+    module.router.kernel[...] = jnp.where(jnp.arange(8) < 2, 1.0, -1.0) * jnp.ones((16, 1))
+    expected = nnx.value_and_grad(lambda m: jnp.sum(jnp.square(m(x))))(module)
+    for name, value in (("gate_up", jnp.inf), ("down", jnp.nan)):
+        kernel = getattr(module.experts, name)
+        kernel[...] = kernel[...].at[2:].set(value)
+    found = nnx.value_and_grad(lambda m: jnp.sum(jnp.square(m(x))))(module)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 3, 16)])
 def test_shapes(shape):
     module, x = made(), jax.random.normal(jax.random.key(1), shape)

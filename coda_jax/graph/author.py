@@ -31,6 +31,7 @@ from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
 from coda_jax.graph.values import Leaf, Product, is_float, mapped, set_spec, turned
+from coda_jax.primitives.accumulate import without_unread
 from coda_jax.primitives.mesh_types import constrained
 
 
@@ -197,9 +198,9 @@ class Value(Arithmetic, Matmul, Lazy):
             )
         node, plain = Product(self._node, w._viewed(w.shape), groups=sizes._node), None
         if self._trace.is_plain:
-            plain = lax.ragged_dot(
-                self._as_factor(), w._as_factor(), sizes._array(), preferred_element_type=np.dtype(FLOAT32)
-            )
+            rows = sizes._array()
+            read = without_unread(w._as_factor(), rows)
+            plain = lax.ragged_dot(self._as_factor(), read, rows, preferred_element_type=np.dtype(FLOAT32))
         return Computed(self._trace, node, plain)
 
     @property

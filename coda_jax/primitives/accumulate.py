@@ -91,7 +91,8 @@ def accumulate_groups(
     sizes = jnp.diff(offsets.at[0].set(0))
     contraction = ((0,), (0,)) if ragged_k else ((1,), (2 if transpose_b else 1,))
 
-    def product(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    def product(a: jax.Array, b: jax.Array, sizes: jax.Array, rows: jax.Array) -> jax.Array:
+        b = b if ragged_k else without_unread(b, rows)
         return lax.ragged_dot_general(
             a,
             b,
@@ -109,4 +110,14 @@ def accumulate_groups(
     if sharding is not None:
         run = jax.sharding.auto_axes(product, axes=explicit_axes(sharding.mesh), out_sharding=sharding)
     a, b = a.astype(dtype), b.astype(dtype)
-    return run(groups.masked(a), groups.masked(b), sizes) if ragged_k else run(a, b, sizes)
+    if ragged_k:
+        a, b = groups.masked(a), groups.masked(b)
+    return run(a, b, sizes, jnp.diff(offsets))
+
+
+def without_unread(b: jax.Array, sizes: jax.Array) -> jax.Array:
+    """b (G, ...) with zeros for groups without rows, which may hold anything.
+
+    XLA multiplies all rows by the matrix of each group, those of other groups as zeros, and 0 times infinity is NaN.
+    """
+    return jnp.where((sizes > 0).reshape(-1, *[1] * (b.ndim - 1)), b, jnp.zeros((), b.dtype))

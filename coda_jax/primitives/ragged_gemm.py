@@ -97,8 +97,8 @@ def ragged_gemm(
 
     Numerics: as `gemm`. The gradient of a is a product of groups too, with the pullback in its epilogue or before it,
     and that of b a `ragged_contraction`, written in b's dtype straight from float32. Under `jax.vmap` the products of a
-    batch run one after the other. In XLA's form a value of b that is not finite may make rows of other groups NaN, as
-    in `jax.lax.ragged_dot`.
+    batch run one after the other. A group without rows may hold anything in b. In XLA's form a value of another that is
+    not finite may make rows of all groups NaN, as in `jax.lax.ragged_dot`.
     """
     a = _matrix("ragged_gemm", "a", a)
     several = isinstance(b, tuple | list)
