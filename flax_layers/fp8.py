@@ -125,26 +125,33 @@ def saturated(model: nnx.Module, gradients: nnx.State[Any, Any]) -> dict[str, ja
 
     Args:
       model: before `update`.
-      gradients: as `update` takes them.
+      gradients: as `update` takes them. A sum of those of microbatches tells whether any of them was clipped; of
+        histories of one step it tells whether the sum of their maxima is out of range.
 
     Returns:
       By the path of a history, booleans (2,): its product's input, and the result's cotangent; (L, 2) for scanned
       layers.
     """
     history_gradients = dict(nnx.to_flat_state(nnx.filter_state(gradients, History)))
-    clipped = {}
+    found = {}
     for path, module in _rounding(model):
         for name in ("fp8_history", "gate_up_history"):
             history = getattr(module, name, None)
             if history is None or (*path, name) not in history_gradients:
                 continue
-            amax = history_gradients[*path, name][...][..., 0]
-            dtypes = jnp.array([float(jnp.finfo(x).max) for x in (module.fp8.dtype, module.fp8.gradient_dtype)])
-            scales = [
-                coda.fp8.history_scale(history[...][..., i, :], module.fp8, is_cotangent=bool(i)) for i in range(2)
-            ]
-            clipped[".".join(map(str, (*path, name)))] = amax * jnp.stack(scales, axis=-1) > dtypes
-    return clipped
+            gradient = history_gradients[*path, name][...]
+            is_clipped = (
+                gradient[..., 1] > 0 if gradient.shape[-1] > 1 else _is_beyond(history[...], gradient, module.fp8)
+            )
+            found[".".join(map(str, (*path, name)))] = is_clipped
+    return found
+
+
+def _is_beyond(history: jax.Array, gradient: jax.Array, recipe: coda.fp8.Recipe) -> jax.Array:
+    """Whether maxima are beyond the range, for histories (..., 2, 1), whose gradients hold nothing else."""
+    largest = jnp.array([float(jnp.finfo(x).max) for x in (recipe.dtype, recipe.gradient_dtype)])
+    scales = [coda.fp8.history_scale(history[..., i, :], recipe, is_cotangent=bool(i)) for i in range(2)]
+    return gradient[..., 0] * jnp.stack(scales, axis=-1) > largest
 
 
 def _rounding(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:

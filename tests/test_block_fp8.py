@@ -80,8 +80,9 @@ def test_a_history_is_overwritten_by_what_was_seen():
     history = jnp.array([[3.0, 2.0, 1.0], [6.0, 5.0, 4.0]])
     gradient = jnp.array([[7.0, 0.0, 0.0], [0.0, 0.0, 0.0]])  # of the second nothing
     np.testing.assert_array_equal(coda.fp8.next_history(history, gradient), [[7.0, 3.0, 2.0], [6.0, 5.0, 4.0]])
-    overflown = gradient.at[0, 0].set(jnp.nan)
-    np.testing.assert_array_equal(coda.fp8.next_history(history, overflown), history)
+    for value in (jnp.nan, jnp.inf):
+        overflown = gradient.at[0, 0].set(value)
+        np.testing.assert_array_equal(coda.fp8.next_history(history, overflown), history)
 
 
 @pytest.mark.parametrize("dtype, largest", [(E4M3, 448.0), (E5M2, 57344.0)])
@@ -91,6 +92,33 @@ def test_scales_leave_headroom(dtype, largest):
     scale, of_none = coda.fp8.history_scale(amax, recipe)
     assert largest / 2 < 8 * 5.0 * float(scale) <= largest and of_none == 1
     assert float(coda.fp8.history_scale(amax[0], recipe, is_cotangent=True)) * 8 * 5.0 <= 448
+
+
+@pytest.mark.parametrize("is_cotangent", [False, True])
+@pytest.mark.parametrize("dtype, largest", [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_scales_of_any_history_are_finite_and_above_0(dtype, largest, is_cotangent):
+    """Maxima that are not finite are ignored, and beside the end of float32's range there is no headroom."""
+    end = float(jnp.finfo(jnp.float32).max)
+    for headroom in (1.0, 8.0, 1e30):
+        recipe = coda.fp8.Recipe(scaling="delayed", headroom=headroom, dtype=dtype, gradient_dtype=dtype)
+        scale_of = functools.partial(coda.fp8.history_scale, recipe=recipe, is_cotangent=is_cotangent)
+        for kept in (5.0, 1e-20):
+            expected = scale_of(jnp.array([kept, 0.0, 0.0]))
+            for ignored in (jnp.inf, jnp.nan):
+                assert scale_of(jnp.array([ignored, kept, 0.0])) == expected > 0
+        assert scale_of(jnp.array([jnp.inf, jnp.nan, 0.0])) == 1
+        scale = float(scale_of(jnp.array([3e38, 1.0, 0.0])))
+        assert largest / 2 < end * scale <= largest or headroom == 1
+        assert 0 < 3e38 * scale <= largest
+        assert 0 < scale_of(jnp.array([1e-37, 0.0, 0.0])) < jnp.inf
+
+
+def test_a_step_after_one_at_the_end_of_the_range(weights):
+    """Scales are of maxima that no headroom leaves in float32's range, forward and backward."""
+    block = coda.block(feed_forward, fp8=coda.fp8.Recipe(scaling="delayed", history=2))
+    histories = [jnp.array([[3e38, 1.0], [jnp.inf, 2.0]])] * 2
+    value, gradients = jax.value_and_grad(lambda *args: jnp.sum(block(*args)), range(6))(*weights, *histories)
+    assert jnp.isfinite(value) and all(bool(jnp.isfinite(g).all()) for g in gradients)
 
 
 def test_what_goes_beyond_the_range_is_clipped_and_the_next_step_follows(weights):
@@ -175,6 +203,19 @@ def test_a_factor_of_two_products_is_rounded_once():
     both = coda.block(lambda x, a, b: (x @ a, x @ b), fp8=coda.fp8.Recipe())
     equations, _ = equations_of(both, x, w, 2 * w)
     assert [one.primitive.name for one, _ in equations].count("saturate") == 3
+
+
+def test_a_factor_of_two_products_has_the_scale_of_each():
+    """The range of the first product's history is 14, that of the second one's 1e4."""
+    x, w, y = 100 * jnp.ones((16, 32)), jnp.ones((32, 64)), jnp.ones((32, 64))
+
+    def lines(x, w, y, *histories):
+        return tuple(x.matmul(v, history=history) for v, history in zip((w, y), histories, strict=True))
+
+    block = coda.block(lines, fp8=coda.fp8.Recipe(scaling="delayed", history=2))
+    first, second = block(x, w, y, jnp.ones((2, 2)), jnp.full((2, 2), 1e3))
+    np.testing.assert_array_equal(first, 32 * 14.0)
+    np.testing.assert_allclose(second, 32 * 100.0, rtol=0.07)
 
 
 @pytest.mark.parametrize("shape", [(32, 2, 16), (32, 4, 16)])

@@ -221,6 +221,20 @@ def test_a_cotangent_is_clipped_by_the_scale_of_its_own_dtype():
         assert fp8.saturated(layer, gradients)["fp8_history"].tolist() == expected
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("size, is_clipped", [(4.0, False), (100.0, True)])
+def test_what_is_clipped_in_microbatches_is_told(size, is_clipped, steps):
+    """Their maxima add up to 16, beyond the range of 14; none of them is beyond it, but where one is 100."""
+    layer = layers.Linear(16, 16, fp8=dataclasses.replace(DELAYED, history=steps), rngs=nnx.Rngs(0))
+    layer.fp8_history[...] = jnp.ones((2, steps))
+    gradient = nnx.grad(lambda m, x: 0.01 * jnp.sum(m(x)), argnums=nnx.DiffState(0, fp8.DIFFERENTIATED))
+    of_steps = [gradient(layer, x * jnp.ones((16, 16))) for x in (size, *[4.0] * 3)]
+    total = jax.tree.map(lambda *x: sum(x), *of_steps)
+    of_total = True if steps == 1 else is_clipped  # with one number there is but the bound
+    for gradients, expected in ((total, of_total), (of_steps[0], is_clipped)):
+        assert fp8.saturated(layer, gradients)["fp8_history"].tolist() == [expected, False]
+
+
 def test_a_layer_that_has_no_part_in_the_loss_keeps_its_history():
     used, unused = (layers.Linear(16, 16, fp8=DELAYED, rngs=nnx.Rngs(0)) for _ in range(2))
     model = nnx.List([used, unused])

@@ -10,9 +10,9 @@ so that x and dy are rounded by the epilogues that make them:
 
     s = 2^floor(log2(largest / (headroom max_i amax_i)))      of the history amax_1 ... amax_H; 1 where all are 0
 
-A history's cotangent is no derivative: its first entries are max |x| and max |dy|, and all others 0. So both leave a
-backward pass as a gradient, as in Flax's fp8_ops. Sums of such cotangents, for a layer that is called twice or for
-microbatches, bound the maxima, where entire histories would add up.
+A history's cotangent is no derivative: its first entries are max |x| and max |dy|, the second ones 1 where values were
+clipped, and all others 0. So they leave a backward pass as a gradient, as in Flax's fp8_ops. Sums of such cotangents,
+for a layer that is called twice or for microbatches, bound the maxima, where entire histories would add up.
 
 The derivative treats rounding as the identity and scales as constants, as that of arXiv 2209.05433 does. A scale that
 is a power of two adds no rounding of its own. All six factors are contiguous along k, so that x, w and dy each have a
@@ -101,7 +101,7 @@ class Scales:
     Attributes:
       a, b: the factors' scales.
       cotangent_scale: the cotangent's scale; None for that of its own largest value.
-      gradient_dtype: to which the cotangent is rounded.
+      recipe: how the cotangent is rounded.
       history: (2 H,), of a and of the cotangent; None for none.
       amax: of a.
     """
@@ -109,7 +109,7 @@ class Scales:
     a: Value
     b: Value
     cotangent_scale: Value | None
-    gradient_dtype: np.dtype[Any]
+    recipe: Recipe
     history: Value | None
     amax: Value
 
@@ -129,7 +129,7 @@ def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     (x8, x_scale), (w8, w_scale) = rounded(x, recipe.dtype, x_scale), rounded(weight, recipe.dtype)
     w8.is_factor = is_kept
     acc = Product(x8, w8 if is_turned else turned(w8), transpose_b=True)
-    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe.gradient_dtype, history, amax_of(x))
+    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(x))
     y: Value = mapped(
         _unscaled, acc, x_scale, w_scale, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale"
     )
@@ -167,20 +167,36 @@ def _history_scales(history: Value, recipe: Recipe) -> tuple[Value, Value]:
 def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
     """Pairs: a product's factors and the cotangents of the unrounded ones; its history and this step's maxima."""
     assert y.scales is not None
-    dy8, dy_scale = rounded(dy, y.scales.gradient_dtype, y.scales.cotangent_scale)
+    dy8, dy_scale = rounded(dy, y.scales.recipe.gradient_dtype, y.scales.cotangent_scale)
     da, db = factor_cotangents(y, dy8)
     is_copy = isinstance(db, Turned)
     dw: Value = mapped(_unscaled, turned(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
     pairs = [(y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")), (y.b, turned(dw) if is_copy else dw)]
     if y.scales.history is not None:
         inputs = y.scales.history, y.scales.amax, amax_of(dy)
-        pairs.append((y.scales.history, mapped(_in_front, *inputs, derived="history")))
+        in_front = functools.partial(_in_front, recipe=y.scales.recipe)
+        pairs.append((y.scales.history, mapped(in_front, *inputs, derived="history")))
     return pairs
 
 
-def _in_front(history: jax.Array, *amaxes: jax.Array) -> jax.Array:
-    rest = jnp.zeros(history.shape[0] // 2 - 1)
-    return jnp.concatenate([x for amax in amaxes for x in (jnp.reshape(_finite(amax), (1,)), rest)])
+def _in_front(history: jax.Array, *amaxes: jax.Array, recipe: Recipe) -> jax.Array:
+    """The cotangent of a history (2 H,): the maxima, and where H leaves room for it whether values were clipped."""
+    steps = history.shape[0] // 2
+    rows = []
+    for i, (of, amax) in enumerate(zip(jnp.split(history, 2), amaxes, strict=True)):
+        is_clipped = jnp.float32(0) if recipe.scaling == "current" else _is_clipped(amax, of, recipe, bool(i))
+        rows += [jnp.stack([_finite(amax), is_clipped])[:steps], jnp.zeros(max(steps - 2, 0))]
+    return jnp.concatenate(rows)
+
+
+def _is_clipped(amax: jax.Array, history: jax.Array, recipe: Recipe, is_cotangent: bool) -> jax.Array:
+    """1 where values of this magnitude are beyond the range that the history's scale leaves, else 0."""
+    scale = history_scale(history, recipe, is_cotangent=is_cotangent)
+    return (amax * scale > float(jnp.finfo(_dtype_of(recipe, is_cotangent)).max)).astype(FLOAT32)
+
+
+def _dtype_of(recipe: Recipe, is_cotangent: bool) -> np.dtype[Any]:
+    return np.dtype(recipe.gradient_dtype if is_cotangent else recipe.dtype)
 
 
 def _finite(amax: jax.Array) -> jax.Array:
@@ -219,14 +235,17 @@ def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:
 def history_scale(history: jax.Array, recipe: Recipe, *, is_cotangent: bool = False) -> jax.Array:
     """The scale (...,) from the maxima (..., H) of earlier steps; 1 where all are 0, as before the first step.
 
+    Maxima that are not finite are ignored, and the headroom ends with float32's range, so that each scale is finite and
+    above 0.
+
     Args:
       history: of a product's input, or of its result's cotangent.
       recipe: with delayed scaling.
       is_cotangent: whether it is the cotangent's.
     """
-    amax = jnp.max(history, axis=-1)
-    dtype = recipe.gradient_dtype if is_cotangent else recipe.dtype
-    return jnp.where(amax > 0, scale_of(recipe.headroom * amax, dtype=dtype), 1.0)
+    amax = jnp.max(_finite(history), axis=-1)
+    wanted = jnp.minimum(recipe.headroom * amax, jnp.finfo(FLOAT32).max)
+    return jnp.where(amax > 0, scale_of(wanted, dtype=_dtype_of(recipe, is_cotangent)), 1.0)
 
 
 def in_jax(x: jax.Array, w: jax.Array, rounding: Rounding) -> jax.Array:
@@ -249,8 +268,9 @@ def _backward(recipe: Recipe, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.
     x8, s, w8, t, history, amax = kept
     g8, u = _in_8_bits(dy, recipe.gradient_dtype, recipe, history, 1)
     dx, dw = _unscaled(_wide(g8) @ _wide(w8).T, u, t), _unscaled(_wide(x8).T @ _wide(g8), s, u)
-    dhistory = None if history is None else _in_front(history.ravel(), amax, _largest(dy)).reshape(history.shape)
-    return dx, dw, dhistory
+    if history is None:
+        return dx, dw, None
+    return dx, dw, _in_front(history.ravel(), amax, _largest(dy), recipe=recipe).reshape(history.shape)
 
 
 _product.defvjp(_forward, _backward)
