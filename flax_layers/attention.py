@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, overload
@@ -313,7 +314,7 @@ class Attention(nnx.Module):
         q, k, v = (in_heads(y, self.head_dim) for y in columns)
         if angles.cos is not None:
             q, k = (rotary(y, angles.cos, angles.sin) for y in (q, k))
-        return [y.reshape(*y.shape[:-2], -1) for y in (q, k, v)]
+        return [y.reshape(*y.shape[:-2], math.prod(y.shape[-2:])) for y in (q, k, v)]
 
     def _normed(self, y: jax.Array, norm: Any) -> jax.Array:
         """Columns (..., H Dh) of queries or keys, normalised over each head or over all."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,7 @@ def spans(shape: tuple[int, ...], keys: int, scores: Scores) -> list[Span]:
         first = 0 if scores.window is None else max(start - scores.window + 1, 0) // 8 * 8
         last = -(-end // 8) * 8 if scores.is_causal else keys
         row_bytes = 2 * batch * kv_heads * groups * (last - first)
-        most = max(_MOST_BYTES // row_bytes, 1)
+        most = max(_MOST_BYTES // max(row_bytes, 1), 1)
         blocks = -(-(end - start) // most)
         result.append(Span(start, end, first, last, -(-(end - start) // blocks)))
     return result
@@ -208,14 +209,14 @@ def _block_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq of a block, and what its queries add to dk and dv (B, N, S, Dh), float32."""
     e, slopes = _of_scores(_slopes, q, k, first, last, start, scores)
-    rows = (*q.shape[:2], -1, q.shape[-1])
+    rows = (*q.shape[:2], math.prod(q.shape[2:-1]), q.shape[-1])
     weighted = (dy * inverse[..., None]).astype(dy.dtype)
     q, dy, weighted = (x.reshape(rows) for x in (q, dy, weighted))
     ds = _over_heads(_score_cotangents)(dy, v, slopes, _column(inverse), _column(dy_y))
     dq = _over_heads(coda.gemm)(ds, k)
     transposed_product = functools.partial(coda.gemm, transpose_a=True, out_dtype=jnp.float32)
     return (
-        dq.reshape(*inverse.shape, -1),
+        dq.reshape(*inverse.shape, rows[-1]),
         _over_heads(transposed_product)(ds, q),
         _over_heads(transposed_product)(e, weighted),
     )
@@ -240,7 +241,7 @@ def _of_scores(
         )
         return result
 
-    rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    rows = q.reshape(*q.shape[:2], math.prod(q.shape[2:-1]), q.shape[-1])
     made, beside = _over_heads(product)(rows, k, *map(_column, seen))
     return made, beside
 
@@ -290,7 +291,7 @@ def _score_cotangents(dy: jax.Array, v: jax.Array, slopes: jax.Array, inverse: j
 
 def _by_heads(x: jax.Array, kv_heads: int) -> jax.Array:
     """An array of queries (B, T, H, D) as (B, N, G, T, D)."""
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3]).transpose(0, 2, 3, 1, 4)
+    return x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3]).transpose(0, 2, 3, 1, 4)
 
 
 def _by_rows(x: jax.Array) -> jax.Array:
@@ -312,7 +313,7 @@ def _over_heads(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _column(x: jax.Array) -> jax.Array:
     """(B, N, G, T), or with rows already in one axis (B, N, M), as columns (B, N, M, 1)."""
-    return x.reshape(*x.shape[:2], -1, 1)
+    return x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1)
 
 
 def _blocks(x: jax.Array, span: Span) -> jax.Array:
@@ -328,7 +329,7 @@ def _blocks(x: jax.Array, span: Span) -> jax.Array:
 def _joined(x: jax.Array, span: Span) -> jax.Array:
     """The span's queries in axis 3, from results with the blocks in the first axis."""
     rows = jnp.moveaxis(x, 0, 3)
-    return rows.reshape(*rows.shape[:3], -1, *rows.shape[5:])[:, :, :, : span.end - span.start]
+    return rows.reshape(*rows.shape[:3], math.prod(rows.shape[3:5]), *rows.shape[5:])[:, :, :, : span.end - span.start]
 
 
 def _over_blocks(block: Callable[..., Any], span: Span, *arrays: jax.Array) -> Any:

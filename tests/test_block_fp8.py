@@ -1,6 +1,7 @@
 """Blocks whose products have factors of 8 bits, by a recipe: values, gradients, and where factors are rounded."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,23 @@ def test_pieces_of_a_cotangent_are_rounded_before_they_are_put_together(weights)
     equations, _ = equations_of(jax.grad(lambda x, w: jnp.sum(block(x, w)), (0, 1)), x, up)
     joined = {one.outvars[0].aval.dtype for one, _ in equations if one.primitive.name == "concatenate"}
     assert joined == {np.dtype(E4M3)}
+
+
+def test_no_rows():
+    """Nothing comes of them, and zeros are gradients and maxima: of products by themselves, and of blocks."""
+    w, history = jnp.ones((32, 16)), jnp.ones((2, 3))
+    delayed = coda.fp8.Recipe(scaling="delayed", history=3)
+    products = [lambda x, w, _: coda.fp8.matmul(x, w)]
+    for implementation in ("auto", "xla"):
+        block = coda.block(lambda x, w, h: x.matmul(w, history=h), fp8=delayed, implementation=implementation)
+        current = coda.block(lambda x, w: x @ w, fp8=coda.fp8.Recipe(), implementation=implementation)
+        products += [block, lambda x, w, _, current=current: current(x, w)]
+    for product, lead in itertools.product(products, [(0,), (2, 0)]):
+        y, back = jax.vjp(product, jnp.ones((*lead, 32)), w, history)
+        assert y.shape == (*lead, 16)
+        dx, *others = back(y)
+        assert dx.shape == (*lead, 32) and not any(g.any() for g in others)
+    assert not coda.fp8.matmul(jnp.ones((2, 4, 0)), jnp.ones((0, 16))).any()
 
 
 def test_a_factor_of_two_products_is_rounded_once():

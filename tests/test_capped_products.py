@@ -33,6 +33,13 @@ def errors(got, exact):
     return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, exact, strict=True)])
 
 
+def test_no_sequences():
+    y, back = jax.vjp(
+        lambda *x: attend(*x, soft_cap=CAP, scale=SCALE)[0], *(x[:0].astype(jnp.bfloat16) for x in (Q, K, V))
+    )
+    assert [x.shape for x in (y, *back(y))] == [x[:0].shape for x in (Q, Q, K, V)]
+
+
 def assert_as_good_as_xla(arrays=(Q, K, V), **options):
     """No further from float32 than XLA's own attention in bfloat16 by more than a half."""
     options = {"soft_cap": CAP, "scale": SCALE, **options}

@@ -290,6 +290,18 @@ def test_vmap():
                 np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
 
 
+def test_no_rows():
+    x, w, cos, sin = jnp.ones((0, 16)), jnp.ones((16, 32)), jnp.ones((0, 8)), jnp.ones((0, 8))
+
+    def f(acc, cos, sin):
+        a, b = jnp.split(acc.reshape(acc.shape[0], 2, 16), 2, axis=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(acc.shape)
+
+    y, pull = jax.vjp(lambda x, w: coda.gemm(x, w, cos, sin, epilogue=f), x, w)
+    assert y.shape == (0, 32) and not pull(y)[1].any()
+
+
 def test_nothing_is_accumulated_in_place_beside_parts():
     def f(acc, c):
         return acc + c, acc[:, :8]

@@ -85,6 +85,17 @@ def test_a_step(plan, kind):
         np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), err_msg=str(path))
 
 
+def test_no_tokens():
+    """Over mesh axes that cut none of them; and of a router that chooses groups of experts."""
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh), sharding.axis_rules(sharding.EXPERT):
+        module = sharding.create(lambda: layers.MoE(16, 8, 8, 2, groups=4, groups_kept=2, rngs=nnx.Rngs(0)))
+        for shape in ((0, 16), (2, 0, 16)):
+            y, gradient = nnx.value_and_grad(lambda m, x: jnp.sum(m(x)))(module, jnp.ones(shape))
+            assert y == 0 and not any(g.any() for g in jax.tree.leaves(gradient))
+            assert module(jnp.ones(shape)).shape == shape
+
+
 def test_names_of_parameters():
     model = nnx.eval_shape(lambda: layers.Llama(CONFIG, scan_layers=True, rngs=nnx.Rngs(0)))
     mesh = jax.make_mesh((2, 2, 2), ("fsdp", "tensor", "expert"), axis_types=(AxisType.Auto,) * 3)

@@ -135,6 +135,9 @@ def test_no_tokens_and_as_many_as_are_given():
         return coda.token_logprobs(x, w, labels, entropy=True)
 
     assert [y.shape for y in f(x[:0], w, labels[:0])] == [(0,), (0,)]
+    masked = lambda x, w: coda.token_logprobs(x, w, labels[:0], mask=labels[:0] > 0)  # noqa: E731
+    y, back = jax.vjp(masked, x[:0], w)
+    assert y.shape == (0,) and not back(y)[1].any()
     (rows,) = export.symbolic_shape("rows")
     types = [jax.ShapeDtypeStruct((rows, *y.shape[1:]), y.dtype) for y in (x, labels)]
     exported = export.export(jax.jit(f))(types[0], jax.ShapeDtypeStruct(w.shape, w.dtype), types[1])

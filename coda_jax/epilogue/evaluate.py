@@ -125,7 +125,8 @@ def _joined(program: Program, halves: Sequence[jax.Array]) -> jax.Array:
     *rows, columns = halves[0].shape
     if program.halves.interleaved:
         return jnp.stack(halves, axis=-1).reshape(*rows, columns * len(halves))
-    heads = [x.reshape(*rows, -1, program.halves.head // 2) for x in halves]
+    width = program.halves.head // 2
+    heads = [x.reshape(*rows, columns // width, width) for x in halves]
     return jnp.concatenate(heads, axis=-1).reshape(*rows, columns * len(halves))
 
 

@@ -69,5 +69,7 @@ class Halves:
         if self.interleaved:
             return x[:, half::2]
         if self.head:
-            return x.reshape(x.shape[0], -1, 2, self.head // 2)[:, :, half].reshape(x.shape[0], columns)
+            return x.reshape(x.shape[0], x.shape[1] // self.head, 2, self.head // 2)[:, :, half].reshape(
+                x.shape[0], columns
+            )
         return x[:, half * columns : (half + 1) * columns]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,7 @@ def rounded(x: Value, dtype: np.dtype[Any], scale: Value | None = None) -> tuple
 def amax_of(x: Value) -> Value:
     """max |x|, the same value each time."""
     if x.amax is None:
-        x.amax = mapped(_largest, x, derived="amax")
+        x.amax = mapped(largest, x, derived="amax")
     return x.amax
 
 
@@ -227,8 +228,8 @@ def factor_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
 
 def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:
     """The scale of a tensor whose largest magnitude is amax."""
-    largest = float(jnp.finfo(dtype).max)
-    exponent = jnp.floor(jnp.log2(largest / jnp.maximum(amax, LEAST_AMAX)))
+    most = float(jnp.finfo(dtype).max)
+    exponent = jnp.floor(jnp.log2(most / jnp.maximum(amax, LEAST_AMAX)))
     return jnp.exp2(exponent)
 
 
@@ -250,7 +251,8 @@ def history_scale(history: jax.Array, recipe: Recipe, *, is_cotangent: bool = Fa
 
 def in_jax(x: jax.Array, w: jax.Array, rounding: Rounding) -> jax.Array:
     """x w for x (..., K) and w (K, ...) in plain JAX, float32."""
-    rows, columns = x.astype(FLOAT32).reshape(-1, x.shape[-1]), w.astype(FLOAT32).reshape(w.shape[0], -1)
+    rows = x.astype(FLOAT32).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    columns = w.astype(FLOAT32).reshape(w.shape[0], math.prod(w.shape[1:]))
     return _product(rounding.recipe, rows, columns, rounding.array).reshape(*x.shape[:-1], *w.shape[1:])
 
 
@@ -261,7 +263,7 @@ def _product(recipe: Recipe, x: jax.Array, w: jax.Array, history: jax.Array | No
 
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array, history: jax.Array | None) -> tuple[jax.Array, Any]:
     (x8, s), (w8, t) = _in_8_bits(x, recipe.dtype, recipe, history, 0), _in_8_bits(w, recipe.dtype)
-    return _unscaled(_wide(x8) @ _wide(w8), s, t), (x8, s, w8, t, history, _largest(x))
+    return _unscaled(_wide(x8) @ _wide(w8), s, t), (x8, s, w8, t, history, largest(x))
 
 
 def _backward(recipe: Recipe, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -270,7 +272,7 @@ def _backward(recipe: Recipe, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.
     dx, dw = _unscaled(_wide(g8) @ _wide(w8).T, u, t), _unscaled(_wide(x8).T @ _wide(g8), s, u)
     if history is None:
         return dx, dw, None
-    return dx, dw, _in_front(history.ravel(), amax, _largest(dy), recipe=recipe).reshape(history.shape)
+    return dx, dw, _in_front(history.ravel(), amax, largest(dy), recipe=recipe).reshape(history.shape)
 
 
 _product.defvjp(_forward, _backward)
@@ -280,7 +282,7 @@ def _in_8_bits(
     x: jax.Array, dtype: Any, recipe: Recipe | None = None, history: jax.Array | None = None, row: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     if recipe is None or history is None or recipe.scaling == "current":
-        scale = scale_of(_largest(x), dtype=dtype)
+        scale = scale_of(largest(x), dtype=dtype)
     else:
         scale = history_scale(history[row], recipe, is_cotangent=bool(row))
     return _rounded(x, scale, dtype=dtype), scale
@@ -290,7 +292,10 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(FLOAT32)
 
 
-def _largest(x: jax.Array) -> jax.Array:
+def largest(x: jax.Array) -> jax.Array:
+    """The largest magnitude, (), without a gradient; 0 of no values."""
+    if any(isinstance(size, int) and size == 0 for size in x.shape):
+        return jnp.zeros((), x.dtype)
     return jnp.max(jnp.abs(jax.lax.stop_gradient(x)))
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
 from coda_jax.epilogue.saturate import saturated_in_memory
-from coda_jax.graph.rounded import LEAST_AMAX
+from coda_jax.graph.rounded import LEAST_AMAX, largest
 from coda_jax.primitives import gemm
 from coda_jax.primitives.call_arguments import check_implementation
 from coda_jax.primitives.dtypes import check_floats
@@ -82,7 +82,7 @@ def matmul(
         np.dtype(out_dtype or jnp.promote_types(x.dtype, w.dtype)),
         implementation,
     )
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim != 2 else x
     leaves, tree = jax.tree.flatten((rows, w, scales))
     y = _product(options, *jax.tree.unflatten(tree, vary(varying_axes(*leaves), *leaves)))
     return y.reshape(*x.shape[:-1], w.shape[1])
@@ -160,10 +160,10 @@ class _Quantised(NamedTuple):
 
 
 def _quantised(x: jax.Array, scale: jax.Array | None, dtype: np.dtype) -> _Quantised:
-    largest = float(jnp.finfo(dtype).max)
+    most = float(jnp.finfo(dtype).max)
     if scale is None:
         # Not 1 / (maximum / largest): XLA makes a product of a division by a constant, but not everywhere.
-        scale = largest / jnp.maximum(jnp.max(jnp.abs(x)).astype(jnp.float32), LEAST_AMAX)
+        scale = most / jnp.maximum(largest(x).astype(jnp.float32), LEAST_AMAX)
     return _Quantised(saturated_in_memory(x.astype(jnp.float32) * scale, dtype), 1 / scale)
 
 

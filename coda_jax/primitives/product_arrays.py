@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,11 @@ def with_joined_halves(outputs: Sequence[jax.Array], row_axes: int, program: Pro
     def joined(i: int, x: jax.Array) -> jax.Array:
         if x.ndim != row_axes + 2:
             return x
-        return x.reshape(-1, *x.shape[2:]) if i in transposed else x.reshape(*x.shape[:row_axes], -1)
+        return (
+            x.reshape(-1, *x.shape[2:])
+            if i in transposed
+            else x.reshape(*x.shape[:row_axes], math.prod(x.shape[row_axes:]))
+        )
 
     return [joined(i, x) for i, x in enumerate(outputs)]
 

@@ -284,14 +284,14 @@ def _share(x: jax.Array, axes: MeshAxes) -> jax.Array:
     """This device's share (T', n), padded with zeros, of tokens (..., n) that all devices along these axes have."""
     flat = x.reshape(-1, x.shape[-1])
     devices = lax.axis_size(axes)
-    size = -(-flat.shape[0] // devices)
+    size = max(-(-flat.shape[0] // devices), 1)  # XLA gathers no arrays without rows
     flat = jnp.pad(flat, ((0, devices * size - flat.shape[0]), (0, 0)))
     return lax.dynamic_slice_in_dim(flat, lax.axis_index(axes) * size, size)
 
 
 def _joined(y: jax.Array, axes: MeshAxes, shape: tuple[int, ...]) -> jax.Array:
     """The results (*shape, D) of the shares (T', D) of all devices."""
-    return lax.all_gather(y, axes, tiled=True, to="invarying")[: math.prod(shape)].reshape(*shape, -1)
+    return lax.all_gather(y, axes, tiled=True, to="invarying")[: math.prod(shape)].reshape(*shape, y.shape[-1])
 
 
 def _summed(y: jax.Array, plan: _Plan) -> jax.Array:

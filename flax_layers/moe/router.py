@@ -93,7 +93,7 @@ def _chosen(scores: jax.Array, ids: jax.Array) -> jax.Array:
 
 def _within_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
     """The scores, -inf outside of the groups of experts with the largest sums of their two best scores."""
-    grouped_scores = scores.reshape(*scores.shape[:-1], groups, -1)
+    grouped_scores = scores.reshape(*scores.shape[:-1], groups, scores.shape[-1] // groups)
     group_scores = jnp.sum(lax.top_k(grouped_scores, 2)[0], axis=-1)
     best = lax.top_k(group_scores, kept)[1]
     is_kept = jnp.any(best[..., None] == jnp.arange(groups, dtype=best.dtype), axis=-2)

@@ -74,6 +74,8 @@ def over_chunks(
       mask: (rows,) bool: which are kept. There are as many steps as chunks of kept rows, perhaps none.
       all_chunks: as many steps as without a mask, which JAX can differentiate.
     """
+    if mask is not None and isinstance(rows, int) and rows == 0:
+        return state
     if mask is not None:
         size = rows if size is None else size
         steps = -(-rows // size)
