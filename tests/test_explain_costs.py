@@ -316,6 +316,22 @@ def test_each_devices_part():
         assert (product.cost and product.cost.flops) == flops and product.reason is None
 
 
+def test_a_device_writes_its_rows_of_what_is_finished_for_all():
+    """The sums of rows that a kernel makes become one column after it, for the rows of all devices."""
+
+    def f(a, b):
+        return coda.gemm(a, b, epilogue=lambda acc: (acc, jnp.sqrt(jnp.mean(acc * acc, axis=1, keepdims=True))))
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        a, b = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+            for shape, spec in (((256, 64), P("x")), ((64, 128), P()))
+        )
+        cost = only(coda.explain(f, a, b, device="H200").products)[0].cost
+    assert cost.bytes_written == 64 * 128 * 2 + 64 * 4
+
+
 def test_several_devices():
     """Passes are of whole arrays; how they are split nobody knows before compilation."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))

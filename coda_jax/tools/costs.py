@@ -16,7 +16,7 @@ from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.on_devices import BARE, shard_of_types
 from coda_jax.primitives.dtypes import result_dtype
-from coda_jax.primitives.gemm_primitive import xla_form
+from coda_jax.primitives.gemm_primitive import xla_tiles
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.chips import COPIED, chip_of
 from coda_jax.tiles.config import KernelConfig
@@ -76,7 +76,7 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
     if not all(isinstance(size, int) for aval in plain for size in aval.shape):
         return None
     spec = spec.replace(out_sharding=None)
-    results = types_of(functools.partial(xla_form, spec=spec), *plain)
+    results = types_of(functools.partial(_written, spec=spec), *plain)
     problem = problem_of(plain, spec)
     m, n, k, batch = (problem.shape.m, problem.shape.n, problem.shape.k, problem.shape.batch)
     read, written = (sum(math.prod(x.shape) * x.dtype.itemsize for x in xs) for xs in (plain, results))
@@ -96,6 +96,12 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
         max(compute_us, memory_us),
         "compute" if compute_us >= memory_us else "memory",
     )
+
+
+def _written(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    """What a kernel writes: tiles and sums. What is finished of these was traced for the rows of all devices."""
+    tiles, sums = xla_tiles(*arguments, spec=spec)
+    return [*tiles, *sums]
 
 
 def shard_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmSpec] | None:
