@@ -18,16 +18,16 @@ def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def check(f, *args, argnums=0, bound=1e-5):
-    """Values and gradients are those of f, whose results are summed."""
+def check(f, *args, argnums=0, bound=1e-5, **options):
+    """Values and gradients are those of f, whose results are summed; options are of `coda.fuse`."""
 
     def loss(f):
         return lambda *args: sum(jnp.sum(jnp.sin(jnp.float32(x))) for x in jax.tree.leaves(f(*args)))
 
-    fused = coda.fuse(f)
+    fused = coda.fuse(f, **options)
     assert largest_error(fused(*args), f(*args)) < bound
     expected = jax.jit(jax.grad(loss(f), argnums))(*args)
-    for g in (jax.grad(loss(fused), argnums), coda.fuse(jax.grad(loss(f), argnums))):
+    for g in (jax.grad(loss(fused), argnums), coda.fuse(jax.grad(loss(f), argnums), **options)):
         assert largest_error(jax.jit(g)(*args), expected) < bound
 
 
@@ -70,12 +70,56 @@ def test_complex_numbers():
     check(lambda w, x: jnp.real(jnp.exp(1j * (x @ w)) * jnp.exp(2j * (jnp.tanh(x @ w) @ w))), w, x)
 
 
-def test_floats_of_8_bits_round():
-    def f(w, x):
-        return (jnp.tanh(x @ w).astype(jnp.float8_e4m3fn).astype(jnp.float32) * 2) @ w
+def _router(w, x):
+    parts = jax.nn.softmax(x.astype(jnp.float32) @ w["router"], -1)
+    return x + (jax.nn.silu(x @ w["a"]) @ w["b"]) * parts[..., :1].astype(x.dtype)
 
-    w, x = normal(8, 8), normal(2, 4, 8, seed=1)
-    assert largest_error(jax.jit(coda.fuse(f))(w, x), jax.jit(f)(w, x)) < 1e-5
+
+def _head(w, x):
+    y = x + jax.nn.silu(x @ w["a"]) @ w["b"]
+    return jax.nn.log_softmax(y.astype(jnp.float32) @ w["head"])
+
+
+def _in_the_middle(w, x):
+    h = jnp.tanh((x @ w["a"]).astype(jnp.float16) @ w["half"])
+    return h.astype(x.dtype) @ w["a"] @ w["b"]
+
+
+@pytest.mark.parametrize("f", [_router, _head, _in_the_middle])
+def test_products_in_two_dtypes(f):
+    w = {"a": normal(8, 32, dtype=jnp.bfloat16), "b": normal(32, 8, seed=1, dtype=jnp.bfloat16)}
+    w |= {"router": normal(8, 4), "head": normal(8, 24, seed=2), "half": normal(32, 8, seed=3, dtype=jnp.float16)}
+    args = jax.tree.map(lambda x: x / 4, w), normal(2, 4, 8, seed=4, dtype=jnp.bfloat16)
+    check(f, *args, argnums=(0, 1), bound=3e-2)
+    step = jax.grad(lambda w, x: jnp.sum(f(w, x).astype(jnp.float32)), (0, 1))
+    reasons = [one.reason for one in coda.fuse.report(step, *args).products]
+    left = len(list(filter(None, reasons)))
+    assert (len(reasons), left) == ((11, 3) if f is _in_the_middle else (9, 3))
+    assert all("others' bfloat16" in reason for reason in reasons if reason)
+
+
+def _in_8_bits(x, dtype=jnp.float8_e4m3fn):
+    return x.astype(dtype).astype(x.dtype)
+
+
+ROUNDED = {
+    "activation": lambda w, x: (_in_8_bits(jnp.tanh(x @ w["a"])) * 2) @ w["b"],
+    "product": lambda w, x: _in_8_bits(x @ w["a"], jnp.float8_e5m2) @ w["b"],
+    "factors": lambda w, x: jnp.tanh(_in_8_bits(x) @ _in_8_bits(w["a"])) @ _in_8_bits(w["b"], jnp.float8_e5m2),
+    "weight of 8 bits": lambda w, x: jnp.tanh(x @ w["a8"].astype(x.dtype)) @ w["b"],
+    "result": lambda w, x: jnp.tanh(x @ w["a"]).astype(jnp.float8_e5m2),
+    "arithmetic": lambda w, x: (jnp.tanh(x @ w["a"]).astype(jnp.float8_e4m3fn) * 3).astype(x.dtype) @ w["b"],
+    "no kernel's": lambda w, x: _in_8_bits(jnp.tanh(x @ w["a"]), jnp.float8_e4m3fnuz) @ w["b"],
+    "reduced": lambda w, x: (jax.lax.reduce_precision(jnp.tanh(x @ w["a"]), 4, 3) * 2) @ w["b"],
+}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_floats_of_8_bits_round(exact):
+    w = {"a": normal(8, 16) / 4, "b": normal(16, 8, seed=1), "a8": normal(8, 16).astype(jnp.float8_e4m3fn)}
+    given = {key: w[key] for key in ("a", "b")}
+    every = lambda given, x: {name: f(w | given, x) for name, f in ROUNDED.items()}  # noqa: E731
+    check(every, given, normal(2, 4, 8, seed=2), exact=exact)
 
 
 def test_64_bits():
@@ -88,6 +132,55 @@ def test_64_bits():
         assert largest_error(coda.fuse(f)(*args), f(*args)) < 1e-5
         wide = normal(8, 8, dtype=jnp.float64), normal(2, 4, 8, seed=1, dtype=jnp.float64), jnp.arange(2)
         assert largest_error(coda.fuse(f)(*wide), f(*wide)) < 1e-14
+
+
+def _centred(y):
+    return (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-2)
+
+
+BESIDE_64_BITS = {
+    "scale": lambda w, x, i: (jnp.tanh(x @ w["a"]) * w["s"]).astype(x.dtype) @ w["a"] + w["s"] * w["n"],
+    "norm": lambda w, x, i: _centred((x @ w["a"]).astype(jnp.float64)) * w["s"],
+    "product": lambda w, x, i: jnp.tanh(jnp.tanh(x @ w["a"]).astype(jnp.float64) @ w["wide"]).astype(x.dtype) @ w["a"],
+    "relu": lambda w, x, i: jax.nn.relu((x @ w["a"]) * w["n"]) + jax.nn.relu(x @ w["a"]),
+    "mask": lambda w, x, i: jnp.where((i % 2 == 0)[..., None], jnp.tanh(x @ w["a"]), 0) @ w["a"] * i[..., None],
+    "integers": lambda w, x, i: jnp.floor(x @ w["a"]).astype(jnp.int64) + 2**40 * i[..., None],
+    "table": lambda w, x, i: jnp.tanh(x @ w["a"]) * np.linspace(0, 1, 8) + np.arange(8),
+}
+
+
+def test_64_bits_beside_products_of_32():
+    every = lambda *args: {name: f(*args) for name, f in BESIDE_64_BITS.items()}  # noqa: E731
+    with jax.enable_x64(True):
+        w = {"a": normal(8, 8) / 3, "n": jnp.float64(2.5)}
+        w |= {"s": normal(8, seed=1, dtype=jnp.float64), "wide": normal(8, 8, seed=2, dtype=jnp.float64)}
+        args = w, normal(2, 4, 8, seed=3), jnp.arange(8).reshape(2, 4)
+        check(every, *args)
+        assert coda.fuse(lambda w, x, _: (x @ w["a"], 2**40, 0.1))(*args)[1:] == (2**40, 0.1)
+
+
+def test_what_is_in_64_bits_is_computed_in_64():
+    def loss(w, x):
+        s = w["s"] * jnp.sin(w["s"])  # it has several cotangents, and is kept
+        y = jnp.tanh(x @ w["a"]).astype(jnp.float64) * jax.lax.stop_gradient(0 * s)
+        return jnp.sum(s * s) + jnp.sum(jnp.exp(s)) + jnp.sum(y)
+
+    with jax.enable_x64(True):
+        args = {"a": normal(8, 8), "s": normal(8, seed=1, dtype=jnp.float64)}, normal(2, 4, 8, seed=2)
+        expected = jax.value_and_grad(loss)(*args)
+        for f in (jax.value_and_grad(coda.fuse(loss)), coda.fuse(jax.value_and_grad(loss))):
+            assert largest_error(f(*args), expected) < 1e-14
+
+
+def test_a_loss_in_64_bits_is_no_chunked_one():
+    def loss(w, x, labels):
+        z = jax.nn.log_softmax((x @ w).astype(jnp.float64))
+        return -jnp.mean(jnp.take_along_axis(z, labels[:, None], -1))
+
+    with jax.enable_x64(True):
+        args = normal(8, 1024) / 3, normal(16, 8, seed=1), jnp.arange(16)
+        np.testing.assert_allclose(coda.fuse(loss)(*args), loss(*args), rtol=1e-12)
+        assert largest_error(*(jax.grad(f)(*args) for f in (coda.fuse(loss), loss))) < 1e-5
 
 
 @pytest.mark.parametrize("shapes", [((2, 0, 8), (8, 8)), ((2, 4, 0), (0, 8)), ((2, 4, 8), (8, 0))])

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
@@ -113,3 +114,65 @@ def test_what_stands_between_two_collectives_varies_as_it_did():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     g = jax.shard_map(f, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
     assert largest_error(jax.jit(coda.fuse(g))(w, x), jax.jit(g)(w, x)) < 1e-5
+
+
+def dense(w, x, labels, mask):
+    """What stands beside products that vary over a mesh and varies over none: vectors, numbers, masks, bodies."""
+    h = jax.nn.relu(x @ w["up"] + w["bias"]) * w["scale"] * w["number"] + np.linspace(0, 1, 32, dtype=np.float32)
+    h = jnp.where((labels % 2 == 0)[..., None], h, 0) * mask[..., None] + jnp.where(jnp.arange(32) < 9, 0.5, h)
+    y = jax.lax.scan(lambda c, s: (jnp.tanh(c * s) + c, None), h @ w["down"], w["steps"])[0]
+    return jax.checkpoint(lambda w, y: jnp.tanh(y @ w["up"] + w["bias"]) @ w["down"])(w, y)
+
+
+def head_loss(w, x, labels, mask):
+    losses = optax.softmax_cross_entropy_with_integer_labels(jax.nn.relu(x @ w["head"]), labels)
+    return jnp.sum(jnp.where(mask, losses, 0)) / 32
+
+
+def beside_products():
+    generator = np.random.default_rng(0)
+    shapes = {"up": (8, 32), "down": (32, 8), "head": (8, 1024), "steps": (2, 8), "bias": (32,), "scale": (32,)}
+    w = {name: jnp.float32(0.3 * generator.standard_normal(shape)) for name, shape in (shapes | {"number": ()}).items()}
+    x, labels = jnp.float32(generator.standard_normal((8, 4, 8))), jnp.arange(32).reshape(8, 4)
+    return w, x, labels, labels % 3 == 0
+
+
+@pytest.mark.parametrize("f", [dense, head_loss])
+def test_what_varies_over_no_axis_stands_beside_what_does(f):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    sums = f is head_loss
+
+    def on_mesh(f):
+        body = (lambda *args: jax.lax.pmean(f(*args), "data")) if sums else f
+        specs = jax.P(), *(jax.P("data"),) * 3
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=jax.P() if sums else jax.P("data"))
+
+    def step(f):
+        return jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1))
+
+    args = beside_products()
+    plain = step(on_mesh(f))
+    expected = jax.jit(plain)(*args)
+    for g in (step(on_mesh(coda.fuse(f))), step(coda.fuse(on_mesh(f))), coda.fuse(plain)):
+        assert largest_error(jax.jit(g)(*args), expected) < 1e-5
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("f", [dense, head_loss])
+def test_what_stands_beside_products_over_explicit_axes(f, door):
+    w, *arrays = beside_products()
+    plain = with_gradients(lambda *args: jnp.sum(jnp.sin(f(*args))))
+    expected = jax.jit(plain)(w, *arrays)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        w = {
+            name: jax.device_put(x, NamedSharding(mesh, jax.P("data" if name in ("up", "down") else None)))
+            for name, x in w.items()
+            if x.ndim
+        } | {"number": w["number"]}
+        args = w, *(jax.device_put(x, NamedSharding(mesh, jax.P("data"))) for x in arrays)
+        fused = DOORS[door](lambda *args: jnp.sum(jnp.sin(f(*args))))
+        own, found = jax.eval_shape(plain, *args), jax.jit(fused)(*args)
+        for a, b in zip(*map(jax.tree.leaves, (found, own)), strict=True):
+            assert not b.ndim or jax.typeof(a).sharding == b.sharding
+    assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5

@@ -85,6 +85,8 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
         return "a factor is a constant number"
     if a.aval.dtype != b.aval.dtype or a.aval.dtype.name not in FLOATS:
         return f"its factors are {a.aval.dtype} and {b.aval.dtype}"
+    if equation.outvars[0].aval.dtype.name not in FLOATS:
+        return f"its result is {equation.outvars[0].aval.dtype}"
     if _is_precise(equation.params.get("precision")) and a.aval.dtype == np.dtype(FLOAT32):
         return f"it asks for precision {equation.params['precision']}"
     (sums_a, sums_b), (batch, _) = equation.params["dimension_numbers"]

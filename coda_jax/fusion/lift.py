@@ -20,15 +20,16 @@ from coda_jax.fusion.defer import Deferred, deferred, saves_bytes
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
-from coda_jax.fusion.units import CASTS, PVARY, Unit, Units
+from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.norm import scaled_backward
-from coda_jax.graph.on_mesh import typed
+from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
-from coda_jax.graph.values import Leaf, Product, Value, mapped
-from coda_jax.primitives.mesh_types import explicit_sharding
+from coda_jax.graph.values import Leaf, Product, Value, is_seen, mapped
+from coda_jax.jaxprs.walk import inner_jaxprs
+from coda_jax.primitives.mesh_types import explicit_sharding, vary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Lift:
         self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
         self.products: dict[int, Product] = {}
         self.arguments = {x: i for i, x in enumerate(jaxpr.invars)}
+        types: list[Any] = [x.aval for x in jaxpr.invars]
+        self._axes = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
         self._deferred: dict[Any, Deferred | None] = {}
         self._tables: dict[Any, Value] = {}
         self._floats: dict[Value, Value] = {}  # of masks
@@ -94,13 +97,20 @@ class Lift:
 
     def shape(self, x: Any) -> tuple[Any, ...]:
         """The shape of a variable's value: (M, N) with rows, (M, 1) if it has no columns; else of at most two axes."""
-        sizes, count = _type(x).shape, self.rows.of(x)
+        sizes, count = _data_type(x).shape, self.rows.of(x)
         if count:
             return math.prod(sizes[:count]), math.prod(sizes[count:])
         return tuple(sizes) if len(sizes) < 3 else (sizes[0], math.prod(sizes[1:]))
 
     def _constant(self, x: Any) -> Value:
-        value: Value = mapped(lambda: jnp.asarray(x.val, x.aval.dtype), derived="constant")
+        def constant() -> jax.Array:
+            return jnp.asarray(x.val, x.aval.dtype)
+
+        if not is_seen(x.aval.dtype):
+            closed = jax.make_jaxpr(lambda: [constant()])()
+            (result,) = Call("a constant", closed, (), self.main).results
+            return result
+        value: Value = mapped(constant, derived="constant")
         return value
 
     def _leaf(self, x: Any, shape: tuple[Any, ...]) -> Leaf:
@@ -354,18 +364,26 @@ class Lift:
             }
             for equation in equations:
                 read = [x.val if isinstance(x, core.Literal) else known[x] for x in equation.invars]
-                is_pvary = equation.primitive.name in PVARY
-                made = list(map(jnp.asarray, read)) if is_pvary else nested(equation, read)
+                if self._axes and not inner_jaxprs(equation):  # which vary over fewer axes in the function
+                    read = vary(self._axes, *map(jnp.asarray, read))
+                made = list(map(jnp.asarray, read)) if equation.primitive.name in PVARY else nested(equation, read)
                 known.update(zip(equation.outvars, made, strict=True))
-            return [data_of(known[x]) for x in results]
+            return vary(self._axes, *(data_of(known[x]) for x in results))
 
-        closed = jax.make_jaxpr(function)(*map(_type, inputs))
+        closed = jax.make_jaxpr(function)(*map(self._type, inputs))
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
         call = Call(f"'{equations[-1].primitive.name}'", closed, values, self.main, shapes)
         for x, value in zip(results, call.results, strict=True):
             value.has_rows = self._has_main_rows(x)
             self.values[x] = value
+
+    def _type(self, x: Any) -> Any:
+        """The type of a variable's array in a call, where all arrays vary over the same manual axes of a mesh."""
+        if not self._axes:
+            return _data_type(x)
+        (aval,) = jax.make_jaxpr(functools.partial(vary, self._axes))(_data_type(x)).out_avals
+        return aval
 
 
 def lifted(
@@ -410,8 +428,8 @@ def _asked_spec(dot: Equation, result: Any) -> jax.P | None:
     return None if sharding is None else sharding.spec
 
 
-def _type(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of a variable's array in a call; of keys, that of their data."""
+def _data_type(x: Any) -> Any:
+    """The type of a variable's array; of keys, that of their data."""
     if is_key(x.aval):
         return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
     return typed(x.aval)

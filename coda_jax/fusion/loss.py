@@ -24,9 +24,9 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
 from coda_jax.fusion.straight import applied, at_line
-from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.operators.head.any_label import logprobs_of_any, loss_sum_of_any
 
@@ -114,8 +114,7 @@ def _replaced(closed: core.ClosedJaxpr, sites: dict[Any, _Site]) -> core.ClosedJ
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(values, x) for x in closed.jaxpr.outvars]
 
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
-    whole = jax.make_jaxpr(function)(*types)
+    whole = jax.make_jaxpr(function)(*closed.in_avals)
     needed, _ = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals), instantiate=True)
     return core.ClosedJaxpr(needed, whole.consts)
 
@@ -207,7 +206,7 @@ class _Sites:
             (equation,) = readers
             name, (out, *others) = equation.primitive.name, equation.outvars
             beside = [y for y in equation.invars if y is not x]
-            if others or not is_float(out.aval.dtype):
+            if others or out.aval.dtype.name not in FLOATS:
                 break
             if name == "reduce_sum" and not out.aval.shape:
                 return dataclasses.replace(site, result=out, sign=sign, factors=tuple(factors), masks=tuple(masks))
@@ -239,11 +238,11 @@ class _Sites:
         return not np.any(x.val)
 
     def _casts(self, x: Any) -> set[Any]:
-        """The variable and what it is cast to, among floats."""
+        """The variable and what it is cast to, among floats of an epilogue's."""
         found, open_ = {x}, [x]
         while open_:
             for equation in self._readers.get(open_.pop(), []):
-                if equation.primitive.name == "convert_element_type" and is_float(equation.outvars[0].aval.dtype):
+                if equation.primitive.name == "convert_element_type" and equation.outvars[0].aval.dtype.name in FLOATS:
                     found.add(equation.outvars[0])
                     open_.append(equation.outvars[0])
         return found
@@ -261,7 +260,7 @@ class _Sites:
                 if equation.primitive.name not in _VIEWS and not self._takes_the_first(equation):
                     continue
                 (out,) = equation.outvars
-                if out not in found and out.aval.size == x.aval.size and is_float(out.aval.dtype):
+                if out not in found and out.aval.size == x.aval.size and out.aval.dtype.name in FLOATS:
                     found.add(out)
                     open_.append(out)
         return found

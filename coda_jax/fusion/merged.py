@@ -15,7 +15,8 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.fusion.custom import tangents_jaxpr
 from coda_jax.fusion.dots import Equation, variables
-from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.fusion.rows import OF_ELEMENTS
+from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
@@ -47,7 +48,7 @@ class Merged:
         count = max(self.counts.get(x, 0) for x in (*equation.outvars, *variables(equation.invars)))
         if name == "custom_jvp_call":
             return self._custom(equation, self._beside(equation, inputs, count))
-        if name in ELEMENTWISE or name == "name":
+        if name in OF_ELEMENTS:
             return self._elementwise(equation, self._beside(equation, inputs, count))
         out = equation.outvars[0].aval
         if name == "iota":
@@ -98,7 +99,8 @@ class Merged:
         return array.astype(x.aval.dtype) if self.is_exact else array
 
     def as_value(self, x: Any, array: jax.Array, rows: Any, shape: tuple[Any, ...]) -> jax.Array:
-        """The array of a variable as its value has it."""
+        """The array of a variable as its value has it; where the variable is of 8 bits, that is of float32."""
+        array = array.astype(FLOAT32) if is_of_8_bits(x.aval.dtype) else array
         if self.counts.get(x) and array.shape[0] != rows:
             array = jnp.broadcast_to(array, (rows, *array.shape[1:]))
         return jnp.reshape(array, shape)
@@ -115,13 +117,15 @@ class Merged:
 
     def _elementwise(self, equation: Equation, inputs: list[Any]) -> Sequence[jax.Array]:
         name, params = equation.primitive.name, equation.params
-        if name in ("name", "copy"):
+        if name in ("name", "copy") or name in PVARY:
             return inputs
         if name == "convert_element_type":
             dtype = params["new_dtype"]
             if self.is_exact or not is_float(dtype):
                 return bind(equation.primitive, inputs, params)
-            x = inputs[0].astype(dtype) if is_of_8_bits(dtype) else inputs[0]  # others round no value
+            x, before = inputs[0], equation.invars[0].aval.dtype
+            for one in (before, dtype):  # others round no value; one that has 8 bits in memory is another value here
+                x = x.astype(one) if is_of_8_bits(one) else x
             return bind(equation.primitive, [x], {**params, "new_dtype": np.dtype(FLOAT32)})
         shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
         scalars = {"select_n": (0,), "clamp": (0, 2)}.get(name, ())  # what may be a number beside arrays

@@ -108,8 +108,7 @@ def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequ
         rule = jax.checkpoint(lambda *xs: list(body(*xs)), prevent_cse=params["prevent_cse"], policy=params["policy"])
         results: Sequence[Any] = rule(*inputs)
         return results
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]  # a backward pass: its barrier stays
-    closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*types)
+    closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))  # a backward pass: its barrier stays
     whole = without_constants(closed)
     given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
     return bind(equation.primitive, [*closed.consts, *inputs], {**params, "jaxpr": given})

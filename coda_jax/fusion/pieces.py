@@ -25,6 +25,7 @@ from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
 from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
+from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
@@ -169,14 +170,14 @@ class _Segments:
     def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces):
         self._jaxpr, self._nested = flat.jaxpr, Nested(pieces.function)
         self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
-        equations: list[Equation] = flat.jaxpr.eqns
-        groups = itertools.groupby(enumerate(equations, 1), lambda numbered: bool(numbered[1].effects))
+        every: list[Equation] = flat.jaxpr.eqns
+        groups = itertools.groupby(enumerate(every, 1), lambda numbered: bool(numbered[1].effects))
         for has_effects, numbered in groups:
             ends, group = zip(*numbered, strict=True)
             if has_effects:
                 self._parts += group
             else:
-                later = [x for e in equations[ends[-1] :] for x in e.invars] + list(flat.jaxpr.outvars)
+                later = [x for e in every[ends[-1] :] for x in e.invars] + list(flat.jaxpr.outvars)
                 self._parts.append(self._segment(group, later, name, pieces))
 
     def _segment(
@@ -224,21 +225,31 @@ def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
         return "a product of it is empty"
     if _is_of_convolutions(jaxpr):
         return "its convolutions have ten times the operations of its products"
-    if varying_axes(*arrays):
-        results: list[Any] = [x.aval for x in jaxpr.outvars]
-        if any(x.manual_axis_type.varying != varying_axes(*arrays) for x in results):
-            return "its results vary over other axes of a mesh than its arguments do"
-        for equation in jaxpr.eqns:
-            if equation.primitive.name.startswith(_COLLECTIVES):
-                return f"it sums or moves arrays over a mesh: {equation.primitive.name} at {line_of(equation)}"
+    return _reason_on_mesh(jaxpr, arrays)
+
+
+def _reason_on_mesh(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
+    """Why a piece is not fused in a body of shard_map, where a graph lets all arrays vary over the same mesh axes."""
+    axes = varying_axes(*arrays)
+    results: list[Any] = [x.aval for x in jaxpr.outvars]
+    if any(x.manual_axis_type.varying != axes for x in results):
+        return "its results vary over other axes of a mesh than its arguments do"
+    if not axes:
+        return ""
+    for outer in jaxpr.eqns:
+        bodies = inner_jaxprs(outer)
+        for name in (outer.primitive.name, *(e.primitive.name for body in bodies for e, _ in equations(body))):
+            if name.startswith(_COLLECTIVES):
+                return f"it sums or moves arrays over a mesh: {name} at {line_of(outer)}"
+        if bodies and any(x.aval.manual_axis_type.varying != axes for x in variables(outer.invars)):
+            return f"a body in it reads arrays that vary over fewer axes of a mesh than others: {line_of(outer)}"
     return ""
 
 
 def _is_of_convolutions(jaxpr: core.Jaxpr) -> bool:
     """True where there is little to gain: XLA fuses the passes between convolutions best in the program as it was."""
-    equations: list[Equation] = jaxpr.eqns
     products = sum(dot.flops for e in dots_in(jaxpr).values() if isinstance(dot := dot_of(e), Dot))
-    convolutions = [e for e in equations if e.primitive.name == "conv_general_dilated"]
+    convolutions: list[Equation] = [e for e in jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
     flops = sum(convolution_flops(e, e.invars[1].aval.shape, e.outvars[0].aval.shape) for e in convolutions)
     try:
         return bool(flops > 10 * products)

@@ -27,7 +27,7 @@ from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.rows import SHAPES
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.graph.calls import is_key
-from coda_jax.graph.on_mesh import ELEMENTWISE, typed
+from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.calls import opened
 from coda_jax.jaxprs.evaluate import read, run
 from coda_jax.jaxprs.walk import num_carried, num_constants
@@ -114,7 +114,7 @@ def _are_steps_in_turn(forward: Equation, backward: Equation) -> bool:
 def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loops | None:
     """Both loops with what is stacked; None if that is no less."""
     closed = core.ClosedJaxpr(*opened(forward.params["jaxpr"]))
-    body = straight(closed, list(map(typed, closed.in_avals)))
+    body = straight(closed, closed.in_avals)
     residuals = _residuals(forward, backward, own)
     if not residuals or not _has_known_sizes(body.jaxpr):
         return None

@@ -13,11 +13,12 @@ from jax.extend import core
 
 from coda_jax.fusion.custom import has_elementwise_derivative
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
-from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 
 SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "slice", "split", "transpose", "name", "copy"})
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-_ALONE = ELEMENTWISE | SHAPES | REDUCTIONS | {"concatenate", "pad", "iota", "custom_jvp_call"}
+OF_ELEMENTS = ELEMENTWISE | PVARY | {"name"}
+_ALONE = OF_ELEMENTS | SHAPES | REDUCTIONS | {"concatenate", "pad", "iota", "custom_jvp_call"}
 
 
 class Rows:
@@ -94,7 +95,7 @@ class Rows:
         if any(self.of(x) != count or not begins(x.aval.shape, rows) for x in known):  # others' rows may be fewer
             return False
         shapes = [x.aval.shape for x in equation.invars]
-        if name in ELEMENTWISE or name == "name":
+        if name in OF_ELEMENTS:
             return all(_is_beside(shape, rows) for shape in shapes)
         if name == "custom_jvp_call":
             return all(_is_beside(shape, rows) for shape in shapes) and self._is_elementwise(equation)

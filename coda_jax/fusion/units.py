@@ -3,7 +3,8 @@
 a dot_general of two matrices, once the axes of rows are one, is a product
 equations that treat rows alone are maps: one for each array that something else reads, a sum that is finished for a
 whole row, or a value that two such arrays are made of
-all other equations are calls, as attention is: those that need nothing of each other's products are one
+all other equations are calls, as attention is: those that need nothing of each other's products are one; so are those
+of dtypes that maps do not see, as those of 64 bits
 casts between floats are no equations: a map sees float32, and a product rounds its factors
 """
 
@@ -25,9 +26,9 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.dots import Equation, is_derivative, variables
 from coda_jax.fusion.rows import REDUCTIONS, SHAPES, Rows, sums_rows
-from coda_jax.graph.values import is_float
+from coda_jax.graph.on_mesh import PVARY
+from coda_jax.graph.values import is_float, is_seen
 
-PVARY = frozenset({"pvary", "pcast"})  # over manual mesh axes a graph lets all its arguments vary alike
 CASTS = frozenset({"convert_element_type", "copy"}) | PVARY
 _COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
 
@@ -79,13 +80,15 @@ class Units:
     def _kind(self, number: int, equation: Equation) -> str:
         """The kind of an equation: product, map, cast or call."""
         if number in self.rows.dots:
-            dot = self.rows.dots[number]
-            is_copied = dot.order_b is not None and self.rows.of(dot.b)  # an activation that would be transposed
-            return "product" if dot.a.aval.dtype == self.dtype and not is_copied else "call"
+            return "product" if self._is_product(number) else "call"
         if number in self.rows.absorbed:
-            return "absorbed"
+            return "absorbed" if self._is_product(self.makers[equation.invars[0]]) else "call"
         if self._is_cast(equation):
             return "cast"
+        if not all(is_seen(x.aval.dtype) for x in (*equation.invars, *equation.outvars)):
+            return "call"
+        if equation.primitive.name not in _COPIES and any(is_of_8_bits(x.aval.dtype) for x in equation.outvars):
+            return "call"  # it rounds to 8 bits what maps would not
         counts = {self.rows.of(x) for x in equation.outvars}
         if sums_rows(equation, self.rows.counts):
             return "map"
@@ -93,15 +96,26 @@ class Units:
             return "map"
         return "call"
 
+    def _is_product(self, number: int) -> bool:
+        """True for a product of matrices that is one of the graph's."""
+        dot = self.rows.dots[number]
+        is_copied = dot.order_b is not None and self.rows.of(dot.b)  # an activation that would be transposed
+        return dot.a.aval.dtype == self.dtype and not is_copied
+
     def _is_cast(self, equation: Equation) -> bool:
-        """True for a cast between floats, which changes no value here; exactly, for one to more precision."""
+        """True for a cast between floats, which changes no value here; exactly, for one to more precision.
+
+        One from 8 bits is none, though it changes no value either: a product's factors, whose casts are not seen, would
+        be of 8 bits.
+        """
         if equation.primitive.name not in CASTS or not variables(equation.invars):
             return False
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if before == after:
             return True
-        rounds = before.itemsize > after.itemsize and (self._is_exact or is_of_8_bits(after))
-        return is_float(before) and is_float(after) and not rounds
+        if not (is_float(before) and is_float(after) and is_seen(before) and is_seen(after)):
+            return False
+        return not (is_of_8_bits(before) or is_of_8_bits(after) or (self._is_exact and _narrows(equation)))
 
     def _readers(self) -> dict[Any, list[int]]:
         """The equations that read a variable, by number; -1 for the results of all."""
@@ -360,6 +374,10 @@ class Units:
         while (cast := self.maker(x, "cast")) is not None:
             x = cast.invars[0]
         return x
+
+
+def _narrows(cast: Equation) -> bool:
+    return bool(cast.invars[0].aval.dtype.itemsize > cast.outvars[0].aval.dtype.itemsize)
 
 
 def _widens(cast: Equation) -> bool:

@@ -15,7 +15,7 @@ from jax.extend import core
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.on_mesh import on_mesh, reshaped_as, typed
 from coda_jax.graph.values import Value, is_float
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary
 
 
 class Call:
@@ -26,7 +26,7 @@ class Call:
       jaxpr: the function.
       inputs: its arguments.
       results: the values that it gives.
-      is_on_mesh: whether it was traced with shardings over explicit mesh axes.
+      is_on_mesh: whether it was traced with shardings over explicit mesh axes, or varying over manual ones.
       linear: the function that also gives what its derivative keeps, by the inputs that are differentiated.
     """
 
@@ -41,7 +41,7 @@ class Call:
         """The call; `rows` are the sizes of all axes of the rows in the block's arrays, `shapes` are the results'."""
         self.name, self.jaxpr, self.inputs, self.rows = name, jaxpr, tuple(inputs), rows
         self.linear: dict[tuple[bool, ...], Linear] = {}
-        self.is_on_mesh = any(any(explicit_cuts(x)) for x in jaxpr.in_avals)
+        self.is_on_mesh = any(any(explicit_cuts(x)) or _axes_of(x) for x in jaxpr.in_avals)
         result_shapes = [None] * len(jaxpr.out_avals) if shapes is None else shapes
         each = enumerate(zip(jaxpr.out_avals, result_shapes, strict=True))
         self.results = []
@@ -115,10 +115,7 @@ def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Resul
     each = zip(arrays, call.jaxpr.in_avals, strict=True)
     inputs = [reshaped_as(x, aval.shape).astype(aval.dtype) for x, aval in each]
     if call.is_on_mesh:  # it was traced for arrays of these shardings
-        placed_inputs = (
-            placed(x, explicit_sharding(aval)) for x, aval in zip(inputs, call.jaxpr.in_avals, strict=True)
-        )
-        outputs = core.jaxpr_as_fun(jaxpr)(*placed_inputs)
+        outputs = core.jaxpr_as_fun(jaxpr)(*map(_placed, inputs, call.jaxpr.in_avals))
     else:
         outputs = on_mesh(jaxpr, inputs)
     return {x: jnp.asarray(outputs[x.index]) for x in results}  # a result may be a number
@@ -211,4 +208,17 @@ def data_of(x: Any) -> Any:
 
 
 def _zeros(aval: Any) -> Any:
-    return jnp.zeros(aval.shape, aval.dtype) if is_float(aval.dtype) else np.zeros(aval.shape, jax.dtypes.float0)
+    if not is_float(aval.dtype):
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return _placed(jnp.zeros(aval.shape, aval.dtype), aval)
+
+
+def _placed(x: jax.Array, aval: Any) -> jax.Array:
+    """x, sharded over explicit mesh axes as this type, and varying over its manual ones."""
+    (x,) = vary(_axes_of(aval), placed(x, explicit_sharding(aval)))
+    return x
+
+
+def _axes_of(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which an array of this type varies."""
+    return frozenset(aval.manual_axis_type.varying)

@@ -27,7 +27,7 @@ from coda_jax.epilogue import is_linear
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph import rounded
-from coda_jax.graph.calls import Result, pulled_back
+from coda_jax.graph.calls import Call, Result, pulled_back
 from coda_jax.graph.plan import program_beside
 from coda_jax.graph.pullbacks import inner_product
 from coda_jax.graph.values import (
@@ -37,6 +37,7 @@ from coda_jax.graph.values import (
     Turned,
     Value,
     is_float,
+    is_seen,
     mapped,
     reachable,
     turned,
@@ -98,9 +99,15 @@ def _total(cotangents: Sequence[Value], bodies: dict[Hashable, Any]) -> Value:
     """Their sum, in the order in which they were found: that of the users from the last to the first."""
     if len(cotangents) == 1:
         return cotangents[0]
-    total: Value = mapped(
-        lambda *xs: functools.reduce(operator.add, xs), *cotangents, derived="add", shared=(bodies, "add")
-    )
+
+    def add(*xs: jax.Array) -> jax.Array:
+        return functools.reduce(operator.add, xs)
+
+    if not all(is_seen(x.dtype) for x in cotangents):  # of arguments and results of calls, which a map would round
+        closed = jax.make_jaxpr(lambda *xs: [add(*xs)])(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cotangents))
+        (result,) = Call("the sum of cotangents", closed, cotangents, (), [cotangents[0].shape]).results
+        return result
+    total: Value = mapped(add, *cotangents, derived="add", shared=(bodies, "add"))
     return total
 
 

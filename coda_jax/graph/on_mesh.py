@@ -14,6 +14,7 @@ from jax.extend import core
 from coda_jax.epilogue.elementwise import OPERATIONS
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.jaxprs.bind import Bind, bind
+from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee_in, opened
 from coda_jax.jaxprs.evaluate import evaluate
 from coda_jax.primitives.mesh_types import (
     cutting_evenly,
@@ -27,6 +28,7 @@ from coda_jax.primitives.mesh_types import (
 )
 
 ELEMENTWISE = frozenset(OPERATIONS) | {"convert_element_type", "copy", "add_any", "stop_gradient", "reduce_precision"}
+PVARY = frozenset({"pvary", "pcast"})  # over manual mesh axes a graph lets all its arguments vary alike
 
 
 def on_mesh(
@@ -62,6 +64,12 @@ def _bound(
 ) -> Sequence[Any]:
     if primitive.name == "reshard":  # to no mesh
         return inputs
+    if primitive.name in CUSTOM_DERIVATIVES:  # traced without a mesh too; a graph has the derivative already
+        return evaluate(
+            *opened(callee_in(params)),
+            inputs,
+            lambda equation, xs: _bound(axes, equation.primitive, xs, equation.params),
+        )
     arrays = vary(axes, *(jnp.asarray(x, jax.typeof(x).dtype) for x in inputs))
     if primitive.name == "reshape" and any(explicit_cuts(arrays[0])):
         return [_reshaped(arrays[0], params["new_sizes"])]
@@ -104,8 +112,10 @@ def are_on_explicit_axes(arrays: Sequence[Any]) -> bool:
     return not jax.sharding.get_abstract_mesh().manual_axes and any(any(explicit_cuts(x)) for x in arrays)
 
 
-def typed(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of an array or a type, with its sharding over explicit mesh axes."""
+def typed(x: Any) -> Any:
+    """The type of an array or a type, with its sharding over explicit mesh axes; one that varies over manual axes."""
+    if isinstance(x, jax.core.ShapedArray) and x.manual_axis_type.varying:
+        return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=explicit_sharding(x))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits, row_of
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.on_mesh import on_mesh
@@ -70,9 +70,10 @@ class Value:
         """The dtype in which it is stored in memory, where products have this dtype.
 
         A tile has that of the floating tiles with most columns that it is made of; float32 if they differ, as for the
-        sum of a float32 stream and a product. Other floats are float32, and other dtypes are unchanged.
+        sum of a float32 stream and a product. Other floats are float32, and other dtypes are unchanged, as are those
+        that maps do not see.
         """
-        if not is_float(self.dtype) or is_of_8_bits(self.dtype):
+        if not is_float(self.dtype) or is_of_8_bits(self.dtype) or not is_seen(self.dtype):
             return self.dtype
         if self.is_factor:
             return np.dtype(dtype)
@@ -426,6 +427,13 @@ def reachable(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Valu
 
 def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def is_seen(dtype: Any) -> bool:
+    """True for a dtype that maps see: integers of at most 32 bits, bools, and the floats that a kernel knows."""
+    if not isinstance(dtype, np.dtype):  # keys of jax.random
+        return False
+    return row_of(dtype) is not None if is_float(dtype) else dtype.itemsize <= 4
 
 
 def _sizes(shape: Sequence[Any], is_transposed: bool) -> tuple[Any, Any]:

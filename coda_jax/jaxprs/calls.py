@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -13,7 +13,12 @@ CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vj
 
 def callee(equation: Any) -> Any:
     """The jaxpr of a call's equation, closed or open."""
-    return next(equation.params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr") if key in equation.params)
+    return callee_in(equation.params)
+
+
+def callee_in(params: Mapping[str, Any]) -> Any:
+    """The jaxpr among the parameters of a call's equation."""
+    return next(params[key] for key in ("call_jaxpr", "jaxpr", "fun_jaxpr") if key in params)
 
 
 def opened(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
