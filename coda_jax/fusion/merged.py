@@ -120,7 +120,7 @@ class Merged:
         if name in ("name", "copy") or name in PVARY:
             return inputs
         if name == "convert_element_type":
-            dtype = params["new_dtype"]
+            dtype, params = params["new_dtype"], {**params, "sharding": None}  # a map is traced without a mesh
             if self.is_exact or not is_float(dtype):
                 return bind(equation.primitive, inputs, params)
             x, before = inputs[0], equation.invars[0].aval.dtype
