@@ -478,3 +478,100 @@ def loss_of(function):
         return total + jnp.mean(jnp.sin(other)), {"ids": ids, "mean": y.mean(), "other": other}
 
     return loss
+
+
+# --- what stands beside products: other dtypes, numbers and masks, and meshes
+
+
+def _wide(x, dtype="float64"):
+    """x in a dtype, in its 32 bits where x64 is off."""
+    return x.astype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _cast(dtype):
+    return lambda w, h, ids: h.astype(dtype).astype(h.dtype)
+
+
+def _of_float64(f):
+    return lambda w, h, ids: f(w, _wide(h), ids).astype(h.dtype)
+
+
+def _reduced(w, h, ids):
+    return jax.lax.reduce_precision(h, 4, 3)
+
+
+BESIDE = {
+    "product": lambda w, h, ids: h @ w["square"].astype(h.dtype),
+    "kept in float32": lambda w, h, ids: (h.astype(jnp.float32) @ w["square"]).astype(h.dtype),
+    "router": lambda w, h, ids: h * jax.nn.softmax(h.astype(jnp.float32) @ w["low"])[..., :1].astype(h.dtype),
+    "half": lambda w, h, ids: (h.astype(jnp.float16) @ w["square"].astype(jnp.float16)).astype(h.dtype),
+    "bias": lambda w, h, ids: jax.nn.relu(h + w["vector"].astype(h.dtype)),
+    "scale": lambda w, h, ids: (h * w["vector"]).astype(h.dtype),
+    "number": lambda w, h, ids: h * w["number"].astype(h.dtype) + 1,
+    "weight of 8 bits": lambda w, h, ids: h @ w["square8"].astype(h.dtype),
+    "mask of integers": lambda w, h, ids: jnp.where((ids % 2 == 0)[..., None], jnp.tanh(h), 0),
+    "mask of bools": lambda w, h, ids: h * (ids > 3)[..., None] + jnp.where(h > 0, h, 0.1),
+    "columns": lambda w, h, ids: jnp.where(jnp.arange(h.shape[-1]) < 3, h, h * 2),
+    "integers": lambda w, h, ids: (h + jnp.floor(h).astype(jnp.int32) % 3).astype(h.dtype),
+    "counted": lambda w, h, ids: h * jnp.sum(h > 0, -1, keepdims=True).astype(h.dtype),
+    "best": lambda w, h, ids: h + jax.nn.one_hot(jnp.argmax(h, -1), h.shape[-1], dtype=h.dtype),
+    "table": lambda w, h, ids: (h * np.linspace(0.5, 1.5, h.shape[-1])).astype(h.dtype),
+    "norm": lambda w, h, ids: (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 0.1) * w["vector"]).astype(
+        h.dtype
+    ),
+    "float64": _of_float64(lambda w, h, ids: jnp.tanh(h) * _wide(w["vector"])),
+    "statistics in float64": _of_float64(lambda w, h, ids: h - h.mean(-1, keepdims=True)),
+    "product in float64": _of_float64(lambda w, h, ids: h @ _wide(w["square"])),
+    "e4m3": _cast(jnp.float8_e4m3fn),
+    "e5m2": _cast(jnp.float8_e5m2),
+    "no kernel's": _cast(jnp.float8_e4m3fnuz),
+    "arithmetic in 8 bits": lambda w, h, ids: (h.astype(jnp.float8_e5m2) * 2).astype(h.dtype),
+    "reduced": _reduced,
+    "scan": lambda w, h, ids: jax.lax.scan(
+        lambda c, s: (jnp.tanh(c @ w["square"].astype(h.dtype) + s.astype(h.dtype)), None), h, w["stack"]
+    )[0],
+    "loop": lambda w, h, ids: jax.lax.scan(lambda c, s: (jnp.sin(c * s).astype(c.dtype), None), h, w["stack"])[0],
+    "checkpoint": lambda w, h, ids: jax.checkpoint(
+        lambda w, h: jax.nn.gelu(h @ w["square"].astype(h.dtype) * w["number"].astype(h.dtype))
+    )(w, h),
+    "branch": lambda w, h, ids: jax.lax.cond(ids.size > 3, lambda h: jax.nn.relu(h) * 2, lambda h: h, h),
+}
+SETTINGS = ["plain", "x64", "automatic", "explicit", "shard_map inside", "shard_map around", "shard_map unchecked"]
+beside = st.fixed_dictionaries(
+    {
+        "rows": st.sampled_from([(8, 4), (8,), (8, 1), (0, 4), (8, 0)]),
+        "dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+        "setting": st.sampled_from(SETTINGS),
+        "ids": st.sampled_from(["int32", "int64", "int8", "uint8"]),
+        "weights": st.sampled_from(["float32", "float64"]),
+        "steps": st.lists(st.one_of(st.just("product"), st.sampled_from(sorted(BESIDE))), min_size=2, max_size=7),
+        "has_vocabulary": st.booleans(),
+        "sharded": st.booleans(),
+    }
+)
+
+
+def beside_arguments(spec):
+    """The weights, the input and ids; the dtypes of 64 bits are so only under x64."""
+    generator = np.random.default_rng(0)
+    shapes = {"square": (8, 8), "low": (8, 2), "vector": (8,), "number": (), "stack": (2, 8), "head": (8, 1024)}
+    w = {name: jnp.asarray(0.5 * generator.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    w |= {name: _wide(w[name], spec["weights"]) for name in ("vector", "number", "stack")}
+    w["square8"] = w["square"].astype(jnp.float8_e4m3fn)
+    x = jnp.asarray(generator.standard_normal((*spec["rows"], 8)), spec["dtype"])
+    return w, x, _wide(jnp.asarray(generator.integers(0, 8, spec["rows"])), spec["ids"])
+
+
+def beside_network(spec):
+    """The function that a spec describes: rows of a stream, or each token's loss over a vocabulary."""
+
+    def function(w, x, ids):
+        h = x
+        for name in spec["steps"]:
+            h = BESIDE[name](w, h, ids)
+        if not spec["has_vocabulary"]:
+            return h
+        z = (h @ w["head"].astype(h.dtype)).astype(jnp.float32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(z), ids[..., None].astype(jnp.int32), -1)
+
+    return function

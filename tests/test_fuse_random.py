@@ -3,20 +3,34 @@
 `CODA_JAX_TEST_NETWORKS=200` runs so many of each kind, which are others each time; each takes a few seconds.
 """
 
+import contextlib
 import os
 
 import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 import coda_jax as coda
-from tests.random_networks import DISCRETE, arguments, loss_of, network, networks
+from tests.random_networks import (
+    DISCRETE,
+    arguments,
+    beside,
+    beside_arguments,
+    beside_network,
+    loss_of,
+    network,
+    networks,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
 COUNT = int(os.environ.get("CODA_JAX_TEST_NETWORKS", "0"))
 BOUND = 3e-5
+# Steps whose results are others where a value differs in its last place; and a value rounded to 16 bits.
+ROUNDING = {"e4m3", "e5m2", "no kernel's", "arithmetic in 8 bits", "reduced", "half", "integers", "best", "counted"}
 
 
 def settings(few):
@@ -115,3 +129,79 @@ def test_a_network_of_several_results_runs_as_it_is_called(spec):
     args, f = arguments(spec), network(spec)
     found, expected = coda.fuse(f)(*args), jax.jit(f)(*args)
     assert largest_error(found, expected) < 10 * BOUND
+
+
+BESIDE_DOORS = {
+    "grad(fuse)": (lambda f: f, coda.fuse, lambda f: f),
+    "exact": (lambda f: f, lambda f: coda.fuse(f, exact=True), lambda f: f),
+    "fuse(grad)": (lambda f: f, lambda f: f, coda.fuse),
+    "inside": (coda.fuse, lambda f: f, lambda f: f),
+}
+
+
+def step_of(spec, door):
+    """A step of training of a network on its mesh; the doors fuse the network, the loss or the step."""
+    inside, around, outside = BESIDE_DOORS[door] if door else [lambda f: f] * 3
+    f, setting = inside(beside_network(spec)), spec["setting"]
+    if setting.startswith("shard_map"):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        specs = jax.P(), jax.P("data"), jax.P("data")
+        is_checked = setting != "shard_map unchecked"
+        f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=jax.P("data"), check_vma=is_checked)
+    loss = around(lambda *args: jnp.sum(jnp.sin(f(*args).astype(jnp.float32))))
+    return outside(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def traced_as_plain(spec, door, *, runs=False):
+    """A door's results and those of plain JAX: their types, or arrays; None where plain JAX raises."""
+    kinds = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
+    with contextlib.ExitStack() as stack:
+        if spec["setting"] == "x64":
+            stack.enter_context(jax.enable_x64(True))
+        args = beside_arguments(spec)
+        if spec["setting"] in kinds:
+            mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kinds[spec["setting"]],) * 2)
+            stack.enter_context(jax.set_mesh(mesh))
+            w, *rows = args
+            cut = NamedSharding(mesh, jax.P("data")) if spec["sharded"] else NamedSharding(mesh, jax.P())
+            w = {name: jax.device_put(x, cut if x.shape[:1] == (8,) else x.sharding) for name, x in w.items()}
+            args = w, *(jax.device_put(x, NamedSharding(mesh, jax.P("data"))) for x in rows)
+        run = (lambda f: jax.device_get(jax.jit(f)(*args))) if runs else lambda f: jax.eval_shape(f, *args)
+        try:
+            expected = run(step_of(spec, ""))
+        except Exception:  # as a product that sums over an explicit axis
+            return None
+        return run(step_of(spec, door)), expected
+
+
+_CAST_OVER_EXPLICIT_AXES = {
+    "rows": (8,),
+    "dtype": "float16",
+    "setting": "explicit",
+    "ids": "int32",
+    "weights": "float32",
+    "steps": ["mask of bools", "norm", "product", "product", "e4m3", "columns", "product"],
+    "has_vocabulary": False,
+    "sharded": False,
+}
+
+
+@settings(3)
+@hypothesis.example(_CAST_OVER_EXPLICIT_AXES, "fuse(grad)")
+@hypothesis.given(beside, st.sampled_from(sorted(BESIDE_DOORS)))
+def test_what_stands_beside_products_is_traced_as_it_was(spec, door):
+    results = traced_as_plain(spec, door)
+    if results is not None:
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), results[0]) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), results[1]
+        )
+
+
+@settings(1)
+@hypothesis.given(beside, st.sampled_from(sorted(BESIDE_DOORS)))
+def test_what_stands_beside_products_has_its_values(spec, door):
+    rounds = [name for name in spec["steps"] if name in ROUNDING]
+    spec = spec | {"dtype": "float32", "steps": [name for name in spec["steps"] if name not in rounds]}
+    results = traced_as_plain(spec, door, runs=True)
+    if results is not None:
+        assert largest_error(*results) < 10 * BOUND
