@@ -168,6 +168,7 @@ class _Sites:
         equations: Sequence[Equation] = jaxpr.eqns
         self._jaxpr, self._sums = jaxpr, sums
         self._makers = {x: equation for equation in equations for x in equation.outvars}
+        self._numbers = {id(equation): i for i, equation in enumerate(equations)}
         self._readers: dict[Any, list[Equation]] = {}
         for equation in equations:
             for x in variables(equation.invars):
@@ -248,9 +249,9 @@ class _Sites:
         return found
 
     def _read_by(self, arrays: set[Any], *names: str) -> list[Equation]:
-        """The equations of these names that read one of the variables, each once."""
+        """The equations of these names that read one of the variables, each once, in order."""
         read_by = {id(e): e for x in arrays for e in self._readers.get(x, []) if e.primitive.name in names}
-        return list(read_by.values())
+        return [read_by[one] for one in sorted(read_by, key=lambda one: self._numbers[one])]
 
     def _views(self, x: Any) -> set[Any]:
         """The variable, and what is the same in another shape or by another name."""

@@ -64,7 +64,7 @@ class Units:
         self.rows = Rows(jaxpr)
         self.dtype = self._products_dtype()
         self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
-        self.kinds = [self._kind(i, equation) for i, equation in enumerate(jaxpr.eqns)]
+        self.kinds = list(map(self._kind, range(len(jaxpr.eqns))))
         self.readers = self._readers()
         self._move_masks_to_calls()
         self._move_passes_to_calls()
@@ -77,8 +77,9 @@ class Units:
             flops[dot.a.aval.dtype] += dot.flops
         return max(flops, key=lambda dtype: flops[dtype], default=np.dtype(FLOAT32))
 
-    def _kind(self, number: int, equation: Equation) -> str:
+    def _kind(self, number: int) -> str:
         """The kind of an equation: product, map, cast or call."""
+        equation: Equation = self.jaxpr.eqns[number]
         if number in self.rows.dots:
             return "product" if self._is_product(number) else "call"
         if number in self.rows.absorbed:
@@ -300,10 +301,9 @@ class Units:
                     units.append(Unit(i, "map", equations, [x], inputs))
         for numbers in self._calls():
             equations = [self.jaxpr.eqns[i] for i in numbers]
-            made = {x for equation in equations for x in equation.outvars}
+            made = dict.fromkeys(x for equation in equations for x in equation.outvars)  # in the equations' order
             inputs = list(dict.fromkeys(x for e in equations for x in variables(e.invars) if x not in made))
             results = [x for x in made if any(j not in numbers for j in self.readers[x])]
-            results.sort(key=lambda x: self.makers[x])
             units.append(Unit(numbers[0], "call", equations, results, inputs))
         return self._sorted(units)
 

@@ -260,7 +260,7 @@ def _run(
         y = _summed(y.astype(jnp.result_type(*dtypes)), plan).astype(y.dtype)
     if capacity_factor is None:
         return y
-    return y, lax.psum(dropped, tuple(jax.typeof(dropped).manual_axis_type.varying))
+    return y, lax.psum(dropped, tuple(sorted(jax.typeof(dropped).manual_axis_type.varying)))
 
 
 def _on_device(
