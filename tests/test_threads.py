@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import importlib
 import sys
 import threading
 import time
@@ -16,12 +17,14 @@ from flax import nnx
 import coda_jax as coda
 import flax_layers as layers
 from coda_jax.epilogue.call_site import CallSite
+from coda_jax.fusion.modules import changes_shared
 from coda_jax.primitives import fallbacks
 from coda_jax.tiles import table
 from flax_layers.checkpoints import load_hf_folder, save_hf_folder
 from tests.tiny_models import LLAMA
 
 THREADS = 8
+FUSE = importlib.import_module("coda_jax.fusion.fuse")  # the package has the function by this name
 
 
 def at_one_time(*tasks):
@@ -66,6 +69,39 @@ def test_products_are_those_of_one_thread():
         assert text == want[i % 4][1]
         for x, y in zip(values, want[i % 4][0], strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+def test_a_call_runs_unfused_for_its_own_reason(monkeypatch):
+    """Not for that of a call of another thread at the same time."""
+    ran = []
+
+    def f(a, b, asks):
+        ran.append(asks)
+        return a @ b if asks and a[0, 0] == 0 else jnp.tanh(a @ b)
+
+    fused = coda.fuse(f)
+    want = fused(A, B, False)
+
+    def meanwhile(*arguments):
+        monkeypatch.undo()
+        at_one_time(functools.partial(fused, A, B, True))
+        assert fused.reason == "it asks for the value of an array"
+        return changes_shared(*arguments)
+
+    monkeypatch.setattr(FUSE, "changes_shared", meanwhile)
+    ran.clear()
+    np.testing.assert_array_equal(fused(A, B, False), want)
+    assert ran == [True, True]  # traced, and run as it is
+
+
+def test_signatures_that_several_threads_call_at_one_time(monkeypatch):
+    """With more signatures than are kept some are traced again."""
+    monkeypatch.setattr(FUSE, "_SIGNATURES", 2)
+    fused = coda.fuse(lambda a, scale: jnp.tanh(a) * scale)
+    tasks = [functools.partial(lambda i: [fused(A, i % 4) for _ in range(40)], i) for i in range(THREADS)]
+    for i, found in enumerate(at_one_time(*tasks)):
+        for x in found:
+            np.testing.assert_array_equal(x, jnp.tanh(A) * (i % 4))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, Protocol, cast
 
@@ -23,6 +24,7 @@ from coda_jax.jaxprs.evaluate import without_constants
 from coda_jax.primitives.call_arguments import check_implementation
 
 _SIGNATURES = 64  # of a function, whose traces are kept
+_lock = threading.RLock()  # of the traces of all functions; comparing two signatures may run a user's code
 _ASKED_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -40,8 +42,8 @@ class Fused:
 
     Attributes:
       name: of the function.
-      pieces: the straight functions that its last trace was made of.
-      reason: why its last call ran as it is; empty if it did not.
+      pieces: the straight functions that its last trace was made of, whichever thread made it.
+      reason: why its last call ran as it is, whichever thread called it; empty if it did not.
     """
 
     def __init__(self, f: Callable[..., Any], options: Options, *, is_checked: bool = False):
@@ -54,12 +56,11 @@ class Fused:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs)."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced, self.reason = self._traced(leaves, tree), ""
+        traced = self._traced(leaves, tree)
+        if not isinstance(traced, str) and changes_shared((args, kwargs), traced.changed):
+            traced = "it changes a variable that modules among its arguments share"
+        self.reason = traced if isinstance(traced, str) else ""  # read by others alone: a thread may call it meanwhile
         if isinstance(traced, str):
-            self.reason = traced
-        elif changes_shared((args, kwargs), traced.changed):
-            self.reason = "it changes a variable that modules among its arguments share"
-        if isinstance(traced, str) or self.reason:
             return self._f(*args, **kwargs)
         results = traced.function(*traced.consts, *filter(_is_array, leaves))
         outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]  # constants
@@ -81,20 +82,22 @@ class Fused:
         config = trace_context(), jax.config.jax_default_prng_impl  # with the axes of an enclosing vmap
         each = (signature(x) if _is_array(x) else (type(x), Static(x)) for x in leaves)
         key = tree, jax.sharding.get_abstract_mesh(), config, tuple(each)
-        if key in self._traces:
-            self._traces.move_to_end(key)
-            return self._traces[key]
+        with _lock:
+            if key in self._traces:
+                self._traces.move_to_end(key)
+                return self._traces[key]
         traced = self._trace(leaves, tree)
         consts = () if isinstance(traced, str) else traced.consts
         if not any(isinstance(x, jax.Array) for x in consts):  # they may be others next time
-            self._traces[key] = traced
-            if len(self._traces) > _SIGNATURES:
-                self._traces.popitem(last=False)
+            with _lock:
+                self._traces[key] = traced
+                if len(self._traces) > _SIGNATURES:
+                    self._traces.popitem(last=False)
         return traced
 
     def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | str:
         found: list[Any] = []
-        self.pieces = Pieces(self.options)  # earlier ones live as long as their traces
+        pieces = self.pieces = Pieces(self.options)  # earlier ones live as long as their traces
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
@@ -119,7 +122,7 @@ class Fused:
             if is_change_outside(error):
                 return "it changes a module that it closes over"
             raise
-        function = self.pieces.function(closed, self.name, is_outer=True)
+        function = pieces.function(closed, self.name, is_outer=True)
         if self._is_checked:
             function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
         out_tree, changed = found
