@@ -1,5 +1,6 @@
 """How long a model takes to trace: all calls of Python and of C functions count, JAX's own among them."""
 
+import gc
 import sys
 from itertools import count
 
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+import coda_jax as coda
 import flax_layers as layers
 from flax_layers import sharding
 
@@ -65,3 +67,52 @@ def test_tracing_is_linear_in_the_number_of_layers(kind):
         tracing(2, rules)()  # what is made once, whatever is traced
         of_16 = calls(tracing(16, rules))
         calls(tracing(32, rules), most=int(2.2 * of_16))
+
+
+def looped(w, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=2)[0]
+
+
+def dropped(w, x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0) @ w
+
+
+def total(f):
+    return lambda *args: jnp.sum(jnp.square(f(*args)))
+
+
+TRACES = {  # functions of (w, x), each another one at each call
+    "grad(fuse)": lambda: jax.grad(coda.fuse(total(looped))),
+    "fuse(grad)": lambda: coda.fuse(jax.grad(total(looped))),
+    "fuse of keys": lambda: lambda w, x: jax.grad(coda.fuse(total(dropped)))(w, x, jax.random.key(0)),
+    "block": lambda: jax.grad(total(lambda w, x: coda.block(lambda x, w: (x @ w).map(jnp.tanh) @ w)(x, w))),
+    "gemm": lambda: jax.grad(total(lambda w, x: coda.gemm(x, w, epilogue=jnp.tanh))),
+}
+
+
+def is_left_by_a_trace(trace, times):
+    """How many objects are alive for each trace more, once a first few have filled all caches."""
+
+    def alive():
+        for _ in range(4):  # what holds a cycle of JAX's is collected one time later
+            gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(3):
+        trace()
+    before = alive()
+    for _ in range(times):
+        trace()
+    return (alive() - before) / times
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", TRACES)
+def test_a_trace_leaves_nothing(kind, times):
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8))]
+    assert is_left_by_a_trace(lambda: jax.make_jaxpr(TRACES[kind]())(*types), times) < 3
+
+
+@pytest.mark.slow
+def test_a_trace_of_a_model_leaves_nothing():
+    assert is_left_by_a_trace(tracing(1, None), 20) < 3

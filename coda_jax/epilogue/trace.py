@@ -218,7 +218,8 @@ def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
 
 def types_of(f: Callable[..., Any], *args: Any) -> list[Any]:
     """Types of f's flat outputs. jax.eval_shape loses their mesh inside a shard_map that leaves some axes to XLA."""
-    return list(jax.make_jaxpr(f)(*args).out_avals)
+    # JAX keeps something of each trace for as long as the function that it was given lives.
+    return list(jax.make_jaxpr(lambda *given: f(*given))(*args).out_avals)
 
 
 def _avals(acc: Any, operands: Sequence[Operand], arrays: Sequence[Any]) -> list[Any]:

@@ -431,7 +431,8 @@ def _asked_spec(dot: Equation, result: Any) -> jax.P | None:
 def _data_type(x: Any) -> Any:
     """The type of a variable's array; of keys, that of their data."""
     if is_key(x.aval):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
+        # By a function of its own: JAX keeps something of each trace for as long as the function lives.
+        return jax.eval_shape(lambda key: jax.random.key_data(key), jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
     return typed(x.aval)
 
 
