@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import coda_jax as coda
 from coda_jax.jaxprs.walk import equations
+from coda_jax.primitives import gemm_primitive
 from tests import plain_models
 from tests.plain_models import NAMES, layer_norm, loss_of, model, rms_norm
 
@@ -479,6 +480,23 @@ def test_one_signature_is_traced_once():
     for scale in (1.0, 1.0, 2.0, 2.0):
         assert largest_error(f(x, w["up"], scale), jnp.tanh(x @ w["up"]) * scale) < 1e-5
     assert len(traces) == 2
+
+
+def test_outside_jit_equal_layers_are_compiled_once():
+    w, x = jnp.eye(8), jnp.ones((4, 8))
+
+    def compiled(layers):
+        def f(w, x):
+            for _ in range(layers):
+                x = jnp.tanh(x @ w)
+            return jnp.sum(x)
+
+        before = gemm_primitive._run._cache_size()
+        assert largest_error(jax.grad(coda.fuse(f))(w, x), jax.grad(f)(w, x)) < 1e-5
+        return gemm_primitive._run._cache_size() - before
+
+    assert 0 < compiled(4) < 12
+    assert compiled(9) <= 1  # a sum of nine gradients, which is another one
 
 
 def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):

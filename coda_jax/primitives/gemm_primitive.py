@@ -163,8 +163,21 @@ def _bind_flat(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
 
 # One jitted function for all calls outside jit: its cache is keyed by the specs, programs by their mathematics.
 _run = jax.jit(_bind_flat, static_argnames=("spec",))
+_names: dict[GemmSpec, str] = {}  # of the first product, by those that differ in a number at the end of their names
+_MOST_NAMES = 4096
+
+
+def _run_alone(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
+    """A product outside jit. Products of a block that differ in the number of their step alone are one program."""
+    if len(_names) >= _MOST_NAMES:
+        _names.clear()
+    name = _names.setdefault(spec.replace(name=spec.name.rstrip("0123456789")), spec.name)
+    results: list[jax.Array] = _run(*arguments, spec=spec.replace(name=name))
+    return results
+
+
 for _primitive in PRIMITIVES:
-    _primitive.def_impl(_run)
+    _primitive.def_impl(_run_alone)
 
 
 def _without_unused(used: list[bool], *others: Any) -> tuple[list[bool], Any]:
