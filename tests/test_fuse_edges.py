@@ -7,6 +7,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.fusion.dots import is_derivative
+from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Map, reachable
 from tests import plain_models
 from tests.test_fuse import largest_error
@@ -122,6 +123,18 @@ def test_floats_of_8_bits_round(exact):
     check(every, given, normal(2, 4, 8, seed=2), exact=exact)
 
 
+def test_a_transpose_of_a_product_in_another_dtype():
+    """The gradient of y y^T in float32 transposes the result of a product that is none of the graph's, of 16 bits."""
+
+    def f(w, x):
+        y = x @ w["a"] @ w["a"]
+        wide = y[:, :4].astype(jnp.float32)
+        return jnp.tanh(wide @ wide.T) @ wide, y @ w["b"]
+
+    w = {"a": normal(8, 8, dtype=jnp.bfloat16) / 3, "b": normal(8, 8, seed=1, dtype=jnp.bfloat16)}
+    check(f, w, normal(8, 8, seed=2, dtype=jnp.bfloat16), bound=4e-2)
+
+
 def test_64_bits():
     def f(w, x, index):
         table = np.arange(8)
@@ -233,6 +246,31 @@ def test_rows_that_are_all_alike():
     args = normal(8, 8), normal(2, 4, 8, seed=1)
     gradients = [jax.jit(g)(*args) for g in (coda.fuse(jax.grad(loss, (0, 1))), jax.grad(loss, (0, 1)))]
     assert largest_error(*gradients) < 1e-5
+
+
+def test_tables_beside_several_axes_of_rows():
+    """Arrays that differ along some of the axes of rows, read by elementwise operations at once and cast first."""
+
+    def f(w, x):
+        y = jnp.tanh(x @ w["a"] + w["positions"]) * w["batch"]
+        return (y * w["positions"].astype(jnp.float16).astype(jnp.float32)) @ w["a"]
+
+    w = {"a": normal(8, 8), "positions": normal(3, 8, seed=1), "batch": normal(2, 1, 8, seed=2)}
+    check(f, w, normal(2, 3, 8, seed=3), bound=1e-3)
+
+
+def test_rows_that_are_alike_have_all_axes():
+    """An array that repeats one row lies in memory as the others do, and is sharded as they are."""
+
+    def f(w, b, x):
+        y = jnp.broadcast_to(jnp.tanh(b), x.shape)
+        return y, x @ w + y
+
+    fused = coda.fuse(f)
+    args = normal(8, 8), normal(8, seed=1), normal(2, 3, 8, seed=2)
+    assert largest_error(fused(*args), f(*args)) < 1e-5
+    (piece,) = fused.pieces.made
+    assert piece.lifted.graph.rows == (2, 3) and all(map(has_rows, piece.lifted.graph.outputs))
 
 
 def test_numbers_of_python_are_weak():
@@ -411,6 +449,23 @@ def test_norms_are_deferred_where_that_moves_fewer_bytes(length, deferred):
     q, gate = 3, 2  # the products that read the first norm, and the second
     assert found == {None: (0, q, q + gate)[deferred], True: q + gate, False: 0}
     assert moved[None] <= 1.01 * min(moved[True], moved[False])  # it counts a weight that is scaled again as one pass
+
+
+@pytest.mark.parametrize("rows, is_deferred", [(64, False), (96, True)])
+def test_a_product_that_a_call_reads_saves_less(rows, is_deferred):
+    """A call reads the product and gives its cotangent: the norm's derivative then reads both again."""
+
+    def f(w, x):
+        y = x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-3).astype(x.dtype)
+        return jnp.cumsum((y * w["scale"]) @ w["up"], axis=0)
+
+    types = {"scale": (16,), "up": (16, 32)}
+    types = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in types.items()}
+    fused = coda.fuse(f, memory=None)
+    jax.eval_shape(fused, types, jax.ShapeDtypeStruct((rows, 16), jnp.bfloat16))
+    (piece,) = fused.pieces.made
+    values = reachable(piece.lifted.graph.outputs)
+    assert any(x.origin.name == "norm" for x in values if isinstance(x, Map)) == is_deferred
 
 
 def test_weights_in_float32_are_cast_in_any_case():

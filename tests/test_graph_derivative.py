@@ -10,6 +10,7 @@ import pytest
 import coda_jax as coda
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.evaluate import evaluate
+from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.values import Leaf, Map, Product, mapped, reachable
 from tests.gemm_cases import assert_close
 
@@ -178,6 +179,54 @@ def test_a_pullback_may_leave_inputs_out():
     dx, dw, dscale = gradients(scaled, [x, w, jnp.float32(3)])
     assert dscale is None
     assert_close([dx, dw], list(in_jax(lambda of, x, w: of.product(x, w) * 3, [x, w])))
+
+
+def test_inner_products_of_a_result_that_a_linear_map_reads_too():
+    """The cotangent of a result is more than what its readers give it."""
+
+    def block(of, x, w, rstd):
+        by_pullback = functools.partial(mapped, jnp.multiply, pullback=scaled_backward, takes_inner=True)
+        y = (jnp.multiply if of is InJax else by_pullback)(of.product(x, w), rstd)
+        return y, of.mapped(lambda y: 2 * y, y)
+
+    args = [*arrays("feed-forward")[:2], jnp.linspace(1.0, 2.0, M)[:, None]]
+    leaves = [Leaf(x.shape, x.dtype) for x in args]
+    outs = block(InGraph, *leaves)
+    dys = [Leaf(out.shape, jnp.float32) for out in outs]
+    rng = np.random.default_rng(1)
+    given = [jnp.asarray(rng.standard_normal(out.shape), jnp.float32) for out in outs]
+    known = dict(zip([*leaves, *dys], [*args, *given], strict=True))
+    found = evaluate(cotangents_of(outs, dys, leaves), known, jnp.float32)
+    _, pullback = jax.vjp(functools.partial(block, InJax), *args)
+    assert_close(found, list(pullback(tuple(given))))
+
+
+def test_a_product_reads_a_recovered_factor():
+    """The derivative of a second product reads what is computed from the results of a map, here twice the factor."""
+    leaves = x, w, v = [Leaf(shape, jnp.float32) for shape in ((M, D), (D, F), (F, D))]
+    z = Product(x, w)
+    y = mapped(jnp.exp, z)
+    z.recovered = mapped(lambda y: 2 * jnp.log(y), y)
+    a = Product(y, v)
+    b = Product(z, v)
+    out = mapped(jnp.add, a, b)
+    dout = Leaf(out.shape, jnp.float32)
+    of_x, of_w, of_v = (0.3 * one for one in arrays("feed-forward"))
+    known = {x: of_x, w: of_w[:, :F], v: of_v, dout: jnp.ones(out.shape)}
+    (dv,) = evaluate(cotangents_of([out], [dout], leaves)[2:], known, jnp.float32)
+    of_z = of_x @ of_w[:, :F]
+    assert_close([dv], [(jnp.exp(of_z) + 2 * of_z).T @ known[dout]])
+
+
+def test_a_cotangent_is_rounded_where_its_value_is():
+    x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
+    y = mapped(jnp.tanh, Product(x, w))
+    for is_rounded in (True, False):
+        y.is_rounded = is_rounded
+        out = mapped(jnp.sin, y)
+        found = reachable(cotangents_of([out], [Leaf(out.shape, jnp.float32)], [x, w]))
+        (dy,) = (one for one in found if one.cotangent_of is y)
+        assert dy.is_rounded == is_rounded
 
 
 def test_quantised_factors():

@@ -111,6 +111,18 @@ def test_a_sum_along_rows_is_known_behind_its_product():
     assert read is z
 
 
+def test_an_epilogue_is_no_longer_than_it_may_be():
+    """Of a chain of maps, each of which would fit alone, what exceeds the limit is a pass."""
+    x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
+    y = Product(x, w)
+    maps = [y := mapped(jnp.tanh, y) for _ in range(40)]
+    lengths = [instructions(plans.program_beside(one, y.shape)) for one in maps]
+    plan = Plan([y])
+    count = next(i for i, one in enumerate(maps) if one in plan.too_long)
+    assert sum(lengths[:count]) <= plans.MOST_INSTRUCTIONS < sum(lengths[: count + 1])
+    assert plan.by_xla == [y] and plan.steps[0].stores == [maps[count - 1]]
+
+
 def test_what_no_epilogue_can_do_is_a_pass():
     x, w, v = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32), Leaf((F, D), jnp.float32)
     soft = mapped(lambda z: jax.nn.softmax(z, axis=1), Product(x, w))

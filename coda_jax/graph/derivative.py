@@ -176,14 +176,13 @@ def recovered(x: Value) -> Value:
 def _map_cotangents(
     ys: Sequence[Map], dys: Sequence[Value], varies: set[Value]
 ) -> Iterable[tuple[Value, Value | None]]:
-    """The cotangents of one function's inputs, of all its results together."""
-    order = sorted(zip(ys, dys, strict=True), key=lambda pair: pair[0].index)
-    body, inputs = ys[0].origin.with_results([y.index for y, _ in order])
+    """The cotangents of one function's inputs, of all its results together, which were made in their order."""
+    body, inputs = ys[0].origin.with_results([y.index for y in ys])
     differentiated = tuple(x in varies and is_float(x.dtype) for x in inputs)
     input_cotangents = mapped(
         functools.partial(_pulled_back, body.jaxpr, differentiated),
         *map(recovered, inputs),
-        *(dy for _, dy in order),
+        *dys,
         derived=f"{ys[0].origin.name} backward",
         shared=(body.derived, ("cotangents", differentiated)),
     )
