@@ -112,7 +112,7 @@ def test_a_sum_along_rows_is_known_behind_its_product():
 
 
 def test_an_epilogue_is_no_longer_than_it_may_be():
-    """Of a chain of maps, each of which would fit alone, what exceeds the limit is a pass."""
+    """The maps of a chain, each of which would fit alone, are a pass from the one that exceeds the limit."""
     x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
     y = Product(x, w)
     maps = [y := mapped(jnp.tanh, y) for _ in range(40)]

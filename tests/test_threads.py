@@ -72,7 +72,7 @@ def test_products_are_those_of_one_thread():
 
 
 def test_a_call_runs_unfused_for_its_own_reason(monkeypatch):
-    """Not for that of a call of another thread at the same time."""
+    """A call of another thread at the same time has another one."""
     ran = []
 
     def f(a, b, asks):

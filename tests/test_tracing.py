@@ -116,3 +116,32 @@ def test_a_trace_leaves_nothing(kind, times):
 @pytest.mark.slow
 def test_a_trace_of_a_model_leaves_nothing():
     assert is_left_by_a_trace(tracing(1, None), 20) < 3
+
+
+DOORS = {"grad(fuse)": lambda f: jax.grad(coda.fuse(f)), "fuse(grad)": lambda f: coda.fuse(jax.grad(f))}
+
+
+def fusing(door, number_of_layers):
+    """A function that traces the gradient of a chain of layers, by this door."""
+
+    def f(w, x):
+        for _ in range(number_of_layers):
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8))]
+    return lambda: jax.make_jaxpr(DOORS[door](f))(*types)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_fusing_is_linear_in_the_number_of_layers(door):
+    fusing(door, 2)()
+    of_16 = calls(fusing(door, 16))
+    calls(fusing(door, 32), most=int(2.2 * of_16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_two_thousand_layers_are_fused(door):
+    """No walk of a graph is recursive: Python's limit is a thousand calls."""
+    fusing(door, 2000)()
