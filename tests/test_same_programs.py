@@ -164,7 +164,7 @@ def main():
 
 
 def digests_of(names, processes):
-    """What each of these processes prints, which run at one time."""
+    """The output of each of so many processes, which run at one time."""
     command = [sys.executable, "-m", "tests.test_same_programs"]
     started = [
         subprocess.Popen(
