@@ -60,8 +60,17 @@ wheels-test: # in fresh environments without a compiler, with the oldest and the
 host-sanitize: $(STAMPS)/test
 	tests/host_sanitize $(RUN)
 
+# Two runs of pytest, for XLA's autotuning would take nine tenths of the time: without it, in processes that share the GPU,
+# all tests but those that time kernels; then these, with the GPU to themselves. With CODA_JAX_TEST_SLICE=0/2 and then 1/2
+# in the environment it is done in two halves. A run that has nothing of what ARGS chooses ends with 5.
+GPU_TESTS := -m pytest $(if $(findstring tests/gpu,$(ARGS)),,tests/gpu)
+gpu-test: export CODA_JAX_TEST_REQUIRES := hopper,nvrtc
 gpu-test: $(STAMPS)/test # without a Hopper GPU it fails
-	CODA_JAX_TEST_REQUIRES=hopper,nvrtc $(RUN) -m pytest -m gpu tests/gpu $(ARGS)
+	shared=0; alone=0; \
+	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  $(RUN) $(GPU_TESTS) -m "gpu and not timed" -n logical --maxprocesses 12 --dist worksteal $(ARGS) || shared=$$?; \
+	$(RUN) $(GPU_TESTS) -m "gpu and timed" $(ARGS) || alone=$$?; \
+	case $$shared$$alone in 00 | 05 | 50) ;; *) exit 1 ;; esac
 
 gpu-sanitize: $(STAMPS)/test
 	for tool in memcheck racecheck; do \

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import coda_jax as coda
 from coda_jax.tiles import table as tile_table
@@ -13,6 +14,7 @@ from coda_jax.tools import tune
 from tests.tuned import is_no_worse
 
 
+@pytest.mark.timed
 def test_tune(tmp_path, monkeypatch):
     monkeypatch.setenv("CODA_JAX_TUNED", str(tmp_path / "table.json"))
     a = jax.random.normal(jax.random.key(0), (1000, 512), jnp.bfloat16)
