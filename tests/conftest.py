@@ -1,7 +1,9 @@
 """Settings of a test run: which tests, and a folder of its own for compiled programs, thrown away at the end."""
 
 import atexit
+import json
 import os
+import pathlib
 import shutil
 import sys
 import tempfile
@@ -33,6 +35,14 @@ if shutil.which("nvidia-smi") is None:  # most tests run a program once: optimis
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 
+GPU = pathlib.Path(__file__).with_name("gpu")
+# CPU seconds of each file's tests, the mean of a test's parameters; tests that are not on record take none. Written by
+# CODA_JAX_TEST_SECONDS=write make test, of all that can be in a sample, on a machine that does nothing else.
+RECORD = pathlib.Path(__file__).with_name("seconds.json")
+MOST_SECONDS = 4.0  # of a file's tests in make test
+IS_WRITTEN = os.environ.get("CODA_JAX_TEST_SECONDS") == "write"
+
+
 def pytest_sessionstart():
     from tests.requirements import unmet  # only now, since it imports jax
 
@@ -40,11 +50,19 @@ def pytest_sessionstart():
         raise pytest.UsageError("CODA_JAX_TEST_REQUIRES asks for what is not here: " + "; ".join(reasons))
 
 
+def pytest_ignore_collect(collection_path):
+    """Leaves out tests/gpu where no kernel runs, but for files that the command line names: their tests are skipped."""
+    from tests.requirements import missing_hopper
+
+    return True if collection_path == GPU and missing_hopper() else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Chooses the tests by two settings; all run where both are empty or unset.
 
     ``CODA_JAX_TEST_SAMPLE=i/n``: of the tests that are not marked slow, one in n of each test's parameters and at least
-    one; other i, other ones.
+    one; other i, other ones. Of each file first the tests that are marked smoke, then the quickest on record, as many
+    as take `MOST_SECONDS` together, and at least one.
     ``CODA_JAX_TEST_SLICE=i/n``: one in n of all tests, the slow ones too. With both, what either chooses.
     """
     if not any(map(os.environ.get, ("CODA_JAX_TEST_SAMPLE", "CODA_JAX_TEST_SLICE"))):
@@ -63,19 +81,78 @@ def _sample(items):
     if not os.environ.get("CODA_JAX_TEST_SAMPLE"):
         return
     place = _fraction("CODA_JAX_TEST_SAMPLE")
+    record = {} if IS_WRITTEN else json.loads(RECORD.read_text())
     groups = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") is None:
-            groups[item.nodeid.split("[")[0]].append(item)
-    for group in groups.values():
+            groups[_test(item.nodeid)].append(item)
+    files = defaultdict(list)
+    for (file, test), group in groups.items():
         first = min(group, key=place)
-        yield from (item for item in group if place(item) == 0 or item is first)
+        chosen = [item for item in group if place(item) == 0 or item is first]
+        is_smoke = first.get_closest_marker("smoke") is not None
+        files[file].append((not is_smoke, len(chosen) * record.get(file, {}).get(test, 0), test, chosen))
+    for tests in files.values():
+        spent = 0
+        for i, (is_optional, seconds, _, chosen) in enumerate(sorted(tests, key=lambda test: test[:3])):
+            spent += seconds
+            if i == 0 or not is_optional or spent <= MOST_SECONDS:
+                yield from chosen
+
+
+def _test(nodeid):
+    """Its file and its name, without parameters."""
+    file, _, test = nodeid.partition("::")
+    return file, test.split("[")[0]
 
 
 def _slice(items):
     if os.environ.get("CODA_JAX_TEST_SLICE"):
         place = _fraction("CODA_JAX_TEST_SLICE")
         yield from (item for item in items if place(item) == 0)
+
+
+# ---- what tests cost: a worker measures and its reports carry the figures; the process that gathers these sums them up
+
+_spent = 0.0  # by this process and its children, up to its last report
+_seconds = defaultdict(lambda: defaultdict(float))  # of a test, by its parameters
+
+
+def pytest_runtest_logstart():
+    global _spent
+    _spent = sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    global _spent
+    report = yield
+    before, _spent = _spent, sum(os.times()[:4])
+    report.cpu_seconds = _spent - before
+    return report
+
+
+def pytest_runtest_logreport(report):
+    _seconds[_test(report.nodeid)][report.nodeid] += report.cpu_seconds
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says what is left out, and what the tests took; writes that where it is asked for."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if any(GPU.is_relative_to(pathlib.Path(path).resolve()) for path in config.args):
+        from tests.requirements import missing_hopper
+
+        if reason := missing_hopper():
+            terminalreporter.line(f"tests/gpu is left out: {reason}")
+    of_all = sum(seconds for of_test in _seconds.values() for seconds in of_test.values())
+    terminalreporter.line(f"{of_all:.0f} CPU seconds in {len(_seconds)} tests")
+    if IS_WRITTEN:
+        record = defaultdict(dict)
+        for (file, test), of_test in _seconds.items():
+            if (mean := sum(of_test.values()) / len(of_test)) >= 0.1:
+                record[file][test] = round(mean, 1)
+        RECORD.write_text(json.dumps(json.loads(RECORD.read_text()) | record, indent=0, sort_keys=True) + "\n")
 
 
 @pytest.fixture

@@ -11,14 +11,28 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 TINY = operators.Sizes(
     batch=2, length=8, width=16, hidden=24, heads=2, kv_heads=1, head_dim=32, experts=2, expert_hidden=8
 )
-CASES = operators.cases(TINY)
+NAMES = [
+    "gated_mlp",
+    "gated mlp with biases",
+    "mlp of a LayerNorm",
+    "norm_projection",
+    "norm_projection of a LayerNorm",
+    "qkv_projection",
+    "qkv_projection with norms of heads",
+    "expert_mlp",
+]
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_every_operator_runs(name):
-    results, cotangents = operators.step(name, CASES[name])()
+@pytest.fixture(scope="module")
+def cases():
+    return operators.cases(TINY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_runs(name, cases):
+    results, cotangents = operators.step(name, cases[name])()
     arrays = jax.tree.leaves((results, cotangents))
-    assert len(jax.tree.leaves(cotangents)) == len(CASES[name].arrays)
+    assert len(jax.tree.leaves(cotangents)) == len(cases[name].arrays)
     assert all(bool(jnp.isfinite(x).all()) and bool((x != 0).any()) for x in arrays)
 
 
@@ -35,5 +49,5 @@ def test_the_table(monkeypatch, capsys):
     monkeypatch.setattr(timing, "executions", executions)
     assert operators.main(["--rounds", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[2:]] == list(CASES)
+    assert [line.split("  ")[0] for line in lines[2:]] == NAMES
     assert lines[2].split()[1:] == ["4.6", "0.5", "3.1", "1.0"]

@@ -24,8 +24,13 @@ def plain(a):
 
 
 def of_first(f, make):
-    x, *rest = make(jnp.float32)
-    return (lambda x: f(x, *rest)), x
+    """A function of its first argument, beside that one: made when a test asks."""
+
+    def made():
+        x, *rest = make(jnp.float32)
+        return (lambda x: f(x, *rest)), x
+
+    return made
 
 
 def looped(a):
@@ -33,8 +38,8 @@ def looped(a):
 
 
 OPERATORS = {
-    "gemm 'rows_only'": (fused, A),
-    "gemm 'gemm'": (lambda a: coda.gemm(a, B), A),
+    "gemm 'rows_only'": lambda: (fused, A),
+    "gemm 'gemm'": lambda: (lambda a: coda.gemm(a, B), A),
     "gated_mlp": of_first(chain_cases.mlp, chain_cases.mlp_arguments),
     "mlp": of_first(test_norm_chains.layer, test_norm_chains.arguments),
     "expert_mlp": of_first(
@@ -44,7 +49,10 @@ OPERATORS = {
     "norm_projection": of_first(test_norm_chains.projection, test_norm_chains.projection_arguments),
     "qkv_projection": of_first(chain_cases.qkv, chain_cases.qkv_arguments),
     "linear_cross_entropy": of_first(loss_cases.loss, loss_cases.arguments),
-    "the deferred norm": (lambda x: coda.DeferredNorm(x, jnp.ones(12), jnp.ones(x.shape[1]), epsilon=EPS).rstd(), A),
+    "the deferred norm": lambda: (
+        lambda x: coda.DeferredNorm(x, jnp.ones(12), jnp.ones(x.shape[1]), epsilon=EPS).rstd(),
+        A,
+    ),
 }
 MODES = {
     "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
@@ -64,7 +72,7 @@ def refused(name):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_named(name):
-    f, x = OPERATORS[name]
+    f, x = OPERATORS[name]()
     for mode in ("jvp", "jvp of jit"):
         with refused(name):
             MODES[mode](f, x)

@@ -1,5 +1,6 @@
-"""The tests that a run chooses: samples and slices together see every test."""
+"""The tests that a run chooses: samples and slices together see every test, a sample takes a file's quickest."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,20 @@ NAMES = [f"tests/test_x.py::{name}[{i}]" for name in ("test_a", "test_b") for i 
 SLOW = {name for name in NAMES if "test_b" in name and int(name.split("[")[1][:-1]) < 20}
 
 
-def chosen(monkeypatch, **settings):
-    """The names of the tests that run with CODA_JAX_TEST_<name>=value."""
+@pytest.fixture(autouse=True)
+def record(tmp_path, monkeypatch):
+    """A record without a test, in the place of the one of these tests."""
+    path = tmp_path / "seconds.json"
+    path.write_text("{}")
+    monkeypatch.setattr(conftest, "RECORD", path)
+    return path
+
+
+def chosen(monkeypatch, smoke=(), **settings):
+    """The names of the tests that run with CODA_JAX_TEST_<name>=value, where those named in `smoke` are marked so."""
     for name in ("SAMPLE", "SLICE"):
         monkeypatch.setenv(f"CODA_JAX_TEST_{name}", settings.get(name, ""))
-    items = [Item(name, name in SLOW) for name in NAMES]
+    items = [Item(name, name in SLOW, name.split("::")[1].split("[")[0] in smoke) for name in NAMES]
     dropped = []
     config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items)))
     conftest.pytest_collection_modifyitems(config, items)
@@ -25,11 +35,11 @@ def chosen(monkeypatch, **settings):
 
 
 class Item:
-    def __init__(self, nodeid, is_slow):
-        self.nodeid, self.is_slow = nodeid, is_slow
+    def __init__(self, nodeid, is_slow, is_smoke):
+        self.nodeid, self.markers = nodeid, {"slow": is_slow, "smoke": is_smoke}
 
     def get_closest_marker(self, name):
-        return self if self.is_slow and name == "slow" else None
+        return self if self.markers[name] else None
 
 
 def test_slices_are_a_partition(monkeypatch):
@@ -44,6 +54,26 @@ def test_samples_have_each_test_that_is_not_slow(monkeypatch):
     for one in samples:
         assert {name.split("[")[0] for name in one} == {name.split("[")[0] for name in NAMES}
         assert len(one) < len(NAMES) / 2
+
+
+def test_a_sample_is_of_the_quickest_tests_of_a_file(monkeypatch, record):
+    """Of a file's tests as many as take four seconds together, at least one; what is marked smoke counts first."""
+
+    def tests(**seconds):
+        record.write_text(json.dumps({"tests/test_x.py": seconds, "tests/test_y.py": {"test": 100}}))
+        return {name.split("::")[1].split("[")[0] for name in chosen(monkeypatch, SAMPLE="0/30", smoke=smoke)} - {
+            "test"
+        }
+
+    smoke = ()
+    assert tests(test_a=0.1, test_b=0.1) == {"test_a", "test_b"}
+    assert tests(test_a=90, test_b=0.1) == {"test_b"}
+    assert tests(test_a=90, test_b=91) == {"test_a"}
+    smoke = ("test_a",)
+    assert tests(test_a=90, test_b=0.1) == {"test_a"}
+    smoke = ("test_a", "test_b")
+    assert tests(test_a=90, test_b=90) == {"test_a", "test_b"}
+    assert "tests/test_y.py::test" in chosen(monkeypatch, SAMPLE="0/30")
 
 
 def test_a_sample_beside_a_slice(monkeypatch):
