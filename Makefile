@@ -31,8 +31,9 @@ endif
 train: $(STAMPS)/train
 	$(RUN) examples/train_lm.py $(ARGS)
 
-# Without ARGS a seventh of each test's parameters, and no test that is marked slow; test-all has the rest. Each file runs
-# on one worker: what its tests share, compiled programs above all, is made once.
+# Without ARGS the quickest tests of each file and those that are marked smoke, with a seventh of their parameters
+# (tests/conftest.py); test-all has the rest. Each file runs on one worker: what its tests share, compiled programs above
+# all, is made once.
 test: $(STAMPS)/test
 	CODA_JAX_TEST_SAMPLE="$${CODA_JAX_TEST_SAMPLE-$(if $(ARGS),,0/7)}" $(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 

@@ -39,7 +39,7 @@ GPU = pathlib.Path(__file__).with_name("gpu")
 # CPU seconds of each file's tests, the mean of a test's parameters; tests that are not on record take none. Written by
 # CODA_JAX_TEST_SECONDS=write make test, of all that can be in a sample, on a machine that does nothing else.
 RECORD = pathlib.Path(__file__).with_name("seconds.json")
-MOST_SECONDS = 4.0  # of a file's tests in make test
+MOST_SECONDS = 3.0  # of a file's tests in make test
 IS_WRITTEN = os.environ.get("CODA_JAX_TEST_SECONDS") == "write"
 
 
@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(config, items):
     """Chooses the tests by two settings; all run where both are empty or unset.
 
     ``CODA_JAX_TEST_SAMPLE=i/n``: of the tests that are not marked slow, one in n of each test's parameters and at least
-    one; other i, other ones. Of each file first the tests that are marked smoke, then the quickest on record, as many
-    as take `MOST_SECONDS` together, and at least one.
+    one; other i, other ones. Of each file those that are marked smoke, with one of their parameters; and as many others
+    as take `MOST_SECONDS` together on record, and at least one: first one parameter of each test, the quickest first.
     ``CODA_JAX_TEST_SLICE=i/n``: one in n of all tests, the slow ones too. With both, what either chooses.
     """
     if not any(map(os.environ.get, ("CODA_JAX_TEST_SAMPLE", "CODA_JAX_TEST_SLICE"))):
@@ -88,16 +88,18 @@ def _sample(items):
             groups[_test(item.nodeid)].append(item)
     files = defaultdict(list)
     for (file, test), group in groups.items():
-        first = min(group, key=place)
-        chosen = [item for item in group if place(item) == 0 or item is first]
-        is_smoke = first.get_closest_marker("smoke") is not None
-        files[file].append((not is_smoke, len(chosen) * record.get(file, {}).get(test, 0), test, chosen))
+        seconds = record.get(file, {}).get(test, 0)
+        for i, item in enumerate(sorted(group, key=place)):
+            if i == 0 and item.get_closest_marker("smoke"):
+                yield item
+            elif i == 0 or place(item) == 0:
+                files[file].append((i, seconds, item))
     for tests in files.values():
         spent = 0
-        for i, (is_optional, seconds, _, chosen) in enumerate(sorted(tests, key=lambda test: test[:3])):
-            spent += seconds
-            if i == 0 or not is_optional or spent <= MOST_SECONDS:
-                yield from chosen
+        for _, seconds, item in sorted(tests, key=lambda test: test[:2]):
+            if not spent or spent + seconds <= MOST_SECONDS:
+                spent += seconds
+                yield item
 
 
 def _test(nodeid):

@@ -70,6 +70,7 @@ def test_segments_of_attention_that_is_not_causal_and_of_a_row_alone():
     )
 
 
+@pytest.mark.smoke
 def test_a_llama_of_packed_sequences_gives_what_they_give_alone():
     """Positions are not reset: rotated queries and keys depend on their distance."""
     config = layers.LlamaConfig(

@@ -42,6 +42,7 @@ def assert_same(got, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("blocks", [1, 3, 5])
 @pytest.mark.parametrize("window, has_bias, has_mask", [*itertools.product([None, 4], [False, True], [False, True])])
 def test_soft_caps(blocks, window, has_bias, has_mask, monkeypatch):

@@ -33,6 +33,7 @@ def graph_of(block):
     return traced.graph
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name):
     x, p = arguments()
@@ -245,6 +246,7 @@ def test_experts():
     )
 
 
+@pytest.mark.smoke
 def test_streams():
     """A stream that a block returns with its statistic needs no pass in the next block."""
     x, p = arguments()

@@ -139,6 +139,7 @@ def test_one_row_keeps_its_dtype(shape):
         assert wide(x.astype(jnp.float32), w, v).dtype == jnp.float32
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int32], ids=str)
 def test_masks_of_tiles(dtype):
     """No epilogue reads one: where it is read is a pass."""
@@ -171,6 +172,7 @@ def test_a_constant_tile():
     )
 
 
+@pytest.mark.smoke
 def test_regions():
     """Norms, stated pullbacks and constants inside of shard_map, which checks what varies."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))

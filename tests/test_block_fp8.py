@@ -33,6 +33,7 @@ def of_lines(name, recipe):
     return value_and_gradients(in_block(name, implementation="xla", fp8=recipe), *arguments(**SIZES))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("recipe", [coda.fp8.Recipe(), coda.fp8.Recipe(gradient_dtype=E5M2)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("name", FORMS)
 def test_gradients_are_those_of_the_same_quantisers_in_plain_jax(name, recipe):

@@ -197,6 +197,7 @@ KINDS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 @each_order
 def test_values_and_gradients(order, kind):

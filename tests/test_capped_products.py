@@ -62,6 +62,7 @@ def sizes(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"is_causal": False}], ids=str)
 @pytest.mark.parametrize("has_segments", [False, True])
 def test_values_and_gradients(sizes, options, has_segments):

@@ -23,6 +23,7 @@ from tests.chain_cases import (
 from tests.gemm_cases import assert_close, total
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.relu, jnp.tanh])
 def test_gated_mlp(activation, dtype):
@@ -30,6 +31,7 @@ def test_gated_mlp(activation, dtype):
     compare(functools.partial(mlp, activation=activation), plain, mlp_arguments(dtype))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("head_dim", [8, 32])  # turned by XLA, and in the epilogue
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_qkv_projection(dtype, head_dim):

@@ -17,6 +17,7 @@ from tests.gemm_cases import assert_close, jit
 from tests.nvrtc import kernels, needs_nvrtc
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_values_and_gradients(sizes, dtype):

@@ -107,6 +107,7 @@ def close(got, want, rtol=2e-5):
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=rtol, atol=rtol * np.abs(y).max())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_values_and_gradients_are_those_of_one_device(scheme, kind):

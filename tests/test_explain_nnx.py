@@ -142,6 +142,7 @@ def test_a_function_that_jax_jits_leaves_nothing():
     assert_untouched(*nodes)
 
 
+@pytest.mark.smoke
 def test_compare_and_tune():
     nodes = made()
     pure, args = pure_of(*nodes)

@@ -72,6 +72,7 @@ def with_gradient(model):
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loss_and_gradients_are_those_of_plain_jax(name):
     model = model_of(name)

@@ -45,6 +45,7 @@ def arguments(dtype=jnp.bfloat16, w_dtype=None):
     return normal(0, M, K, dtype=dtype), normal(1, K, N, dtype=w_dtype or dtype), normal(2, M, N, dtype=dtype)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("gradient_dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_values_and_gradients(dtype, gradient_dtype):
@@ -184,6 +185,7 @@ def test_a_linen_model_beside_flax_and_float32():
     assert 1e-3 < ours < 0.1 and ours < theirs
 
 
+@pytest.mark.smoke
 def test_an_nnx_model_trains():
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(

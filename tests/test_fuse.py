@@ -53,6 +53,7 @@ DOORS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_has_its_values_and_gradients(name, door):
@@ -102,6 +103,7 @@ def test_what_a_function_rounds_passes_read_rounded(name, door):
     assert fused < 0.6 * plain
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", NAMES)
 def test_all_products_but_attentions_become_kernels_and_no_more_bytes_move(name):
     loss, args = model(name, jnp.bfloat16)
@@ -407,6 +409,7 @@ class Noisy(nnx.Module):
         return self.down(self.dropout(self.norm(self.up(x))))
 
 
+@pytest.mark.smoke
 def test_a_module_changes_in_place_as_it_did():
     x = jnp.arange(32.0).reshape(4, 8) / 8
     losses, modules, found = [], [Noisy(nnx.Rngs(0)) for _ in range(2)], []
@@ -528,6 +531,7 @@ def test_a_check_of_infinities_and_of_8_bits():
     jax.effects_barrier()
 
 
+@pytest.mark.smoke
 def test_a_report_names_lines_epilogues_and_reasons():
     loss, args = model("llama")
     text = str(coda.fuse.report(loss, *args))

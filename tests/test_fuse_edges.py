@@ -306,6 +306,7 @@ def test_heads_of_one_row_in_a_loop():
     check(f, normal(8, 8), normal(1, 1, 1, 8, seed=1))
 
 
+@pytest.mark.smoke
 def test_the_cotangent_of_a_mean_over_rows_has_the_rows():
     def f(w, x):
         h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-2) * w["s"]
@@ -341,6 +342,7 @@ def dropped(w, x, key):
     return jnp.where(x > -1, x, 0) + (h @ w["b"]) * b / 0.8
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("width", [16, 24])
 def test_masks(width):
     w = {"a": normal(width, 16), "b": normal(16, width, seed=1)}
@@ -432,6 +434,7 @@ def test_equations_that_differ_in_a_number_are_not_alike():
         assert np.array_equal(jnp.signbit(got), jnp.signbit(want))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("length, deferred", [(64, 0), (12288, 1), (16384, 2)])
 def test_norms_are_deferred_where_that_moves_fewer_bytes(length, deferred):
     types = jax.eval_shape(lambda: plain_models.weights(jnp.bfloat16, width=2048, hidden=8192))

@@ -59,6 +59,7 @@ def test_data_parallel_gradient(mesh, residuals):
     assert_close(got, jit(jax.grad(by_hand, (0, 1, 2, 3)))(A, B, X, ROW))
 
 
+@pytest.mark.smoke
 def test_row_parallel(mesh):
     """K is sharded: a psum of the partial products, and its gradient."""
 
@@ -72,6 +73,7 @@ def test_row_parallel(mesh):
     assert_close(got, loss(jnp.matmul)(A, B))
 
 
+@pytest.mark.smoke
 def test_column_parallel(mesh):
     got = sharded(mesh, lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh), (P(), P(None, "x")), P(None, "x"))(A, B)
     assert_close(got, jnp.tanh(A @ B))

@@ -53,6 +53,7 @@ def mapped(axes):
     return [x[0] if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(ARGUMENTS, axes, strict=True)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("f", [rows_only, both_axes])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_vmap_and_its_gradient(batch, f):
@@ -210,6 +211,7 @@ def test_checkpoint(policy):
     assert products == (4 if policy is None else 3)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_second_derivatives(residuals):
     arguments = [x[0] for x in ARGUMENTS]

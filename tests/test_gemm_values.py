@@ -13,6 +13,7 @@ from tests.gemm_cases import CASES, Case, arguments, compare, jit, residual_sums
 BY_NAME = {case.name: case for case in CASES}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16(case, residuals):
@@ -188,6 +189,7 @@ def test_mixed_dtypes_promote():
     np.testing.assert_array_equal(out, jnp.full((2, 8), a[0, 0].astype(jnp.float32) * (1 + 2.0**-10)))
 
 
+@pytest.mark.smoke
 def test_weight_gradient_leaves_in_float32():
     """The cotangent of float32 parameters is not rounded on its way."""
     a, w = jax.random.normal(jax.random.key(0), (64, 8)), jax.random.normal(jax.random.key(1), (8, 8))

@@ -50,6 +50,7 @@ def rollout(sliding_window=None):
     return np.stack([row[n : n + NEW] for row, n in zip(tokens, LENGTHS, strict=True)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("options, wrap", [({}, nnx.jit), ({"sliding_window": 4}, lambda f: f)], ids=["jit", "window"])
 def test_greedy_is_the_rollout_by_whole_forward_passes(options, wrap):
     expected = rollout(**options)

@@ -117,6 +117,7 @@ def in_jax(f, args):
     return jax.grad(loss, floats)(*args)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_cotangents(case):
     f, args = CASES[case][0], arrays(case)

@@ -50,6 +50,7 @@ def graph():
     return graph_of(experts, arguments(), dtype=jnp.float32, name="experts")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", [(20, 0, 13, 11), (12, 12, 12, 12), (0, 0, 0, 48), (0, 0, 0, 0)], ids=str)
 def test_values_and_gradients(graph, sizes):
     """Also where rows are in no group."""

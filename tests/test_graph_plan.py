@@ -286,6 +286,7 @@ def test_a_gated_feed_forward_is_as_by_hand(dtype):
     assert [x.shape for x in graph.derivative().kept] == [(64, 160)]  # u; rstd is made again of the sums
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 def test_its_gradients_are_as_good(dtype):
     args = gated_arguments(dtype)

@@ -193,6 +193,7 @@ def test_calibrated_scales_are_those_of_the_tensors():
         np.testing.assert_allclose(found[:, 0], seen[:, 0], rtol=0.3)
 
 
+@pytest.mark.smoke
 def test_what_is_clipped_is_told():
     model = llama(DELAYED)
     fp8.calibrate(model, loss)
@@ -314,6 +315,7 @@ def test_layers_of_one_product_have_one_recipe():
         attention(jnp.ones((2, 16, 16)))
 
 
+@pytest.mark.smoke
 def test_recipes_of_single_layers():
     """One layer of a model of one's own takes a recipe as its keyword: its products' factors are of 8 bits."""
     x = jnp.ones((2, 16, WIDTH))

@@ -105,6 +105,7 @@ def test_a_call_reaches_the_kernel_in_few_steps(call, steps, products, monkeypat
         assert [(len(path), path[-1]) for path in launches] == [(3, "launch.kernel_tiles")] * products
 
 
+@pytest.mark.smoke
 def test_what_is_kept_for_the_backward_pass():
     """The residual stream, and gate and up rounded; not the hidden activation, no norm, no float32 (M, N)."""
     dtype = jnp.bfloat16
@@ -137,6 +138,7 @@ def test_checkpoint_policies_by_name(saved, products):
     assert [e.primitive.name for e in equations(live)].count("coda_gemm") == products
 
 
+@pytest.mark.smoke
 def test_the_training_step_lowers_to_kernels_for_hopper():
     """Lowered for CUDA on any machine, every product of a bfloat16 Llama is the kernel's; XLA's own are attention's."""
     if reason := ffi.unavailable_reason():

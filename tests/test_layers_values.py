@@ -108,6 +108,7 @@ def test_gated_mlp(call, dtype):
     check_module(module, call, plain, normal(0, 2, 17, 40, dtype=dtype))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "call, kv_heads, dtype",
     [
@@ -151,6 +152,7 @@ def test_attention_mask(dtype):
     np.testing.assert_allclose(got, alone, rtol=0, atol=1e-6 if dtype == jnp.float32 else 0.02)
 
 
+@pytest.mark.smoke
 def test_block(dtype=jnp.bfloat16):
     module = layers.LlamaBlock(32, 48, 4, num_kv_heads=2, epsilon=EPS, dtype=dtype, rngs=nnx.Rngs(1))
     check_module(

@@ -275,6 +275,7 @@ def test_exponentials_are_as_exact_as_the_result(size, shift, transpose_w):
         assert jnp.linalg.norm(one.astype(F32) - exact) < 6e-3 * jnp.linalg.norm(exact)
 
 
+@pytest.mark.smoke
 def test_exponentials_out_of_range_are_made_again():
     """The result for logits of +-300, and for one such row alone, is bit for bit that of the head that keeps logits."""
     x, kernel, labels = of_large_logits(100)
@@ -373,6 +374,7 @@ def test_kernels_on_an_explicit_mesh(sizes):
     assert others == ["loss_exponentials", "scale_rows"] and of_kernel in ("accumulate", "gemm")
 
 
+@pytest.mark.smoke
 def test_no_array_of_all_logits():
     """For CUDA and for the CPU the largest array is a chunk's logits; the loop copies no accumulator."""
     tokens, width, vocabulary = 1024, 32, 1000

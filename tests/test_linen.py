@@ -51,6 +51,7 @@ def test_parameters_have_the_names_and_shapes_of_the_nnx_module(name, options, x
     assert jax.tree.map(np.shape, variables) == {"params": jax.tree.map(np.shape, expected)}
 
 
+@pytest.mark.smoke
 def test_a_llama_has_the_values_of_the_nnx_module_and_generates_there():
     module, tokens = layers.Llama(config=CONFIG), jnp.arange(10).reshape(2, 5)
     variables = jax.jit(module.init)(jax.random.key(1), tokens)

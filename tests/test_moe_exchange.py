@@ -221,6 +221,7 @@ def test_both_ways_of_sending_give_the_same_bits(monkeypatch, routing, receive_r
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("receive_rows", [1, 7, 16, 1000])
 def test_a_limited_buffer_drops_and_counts(receive_rows):
     """A row that is dropped is as one of weight zero, in values and gradients; each device counts its own."""

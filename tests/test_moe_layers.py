@@ -70,6 +70,7 @@ CASES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case, dtype):
@@ -151,6 +152,7 @@ def loop_statistics(found, mask):
     return counts, probabilities, squared, mask.sum()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_statistics_and_auxiliary_losses(scoring, masked):

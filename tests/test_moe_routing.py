@@ -57,6 +57,7 @@ def test_order_at_the_largest_keys():
         np.testing.assert_array_equal(places, [2, 0, 3, 1])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_gather_and_sum_are_each_other_s_gradient(dtype, k):
@@ -183,6 +184,7 @@ def test_choice_against_a_loop(scoring, normalized, groups, with_bias):
         np.testing.assert_allclose(found.probabilities[t], scores / scores.sum(), rtol=2e-6)
 
 
+@pytest.mark.smoke
 def test_gradient_of_the_weights():
     """The gradient of the weights is that of a gather of the scores; none goes to the bias."""
     logits = jax.random.normal(jax.random.key(0), (11, 6))

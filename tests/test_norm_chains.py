@@ -71,6 +71,7 @@ def projection_arguments(dtype, lead=(3, 11), data=lambda x: x):
     return arguments(dtype, lead, data=data)[:5]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "activation, dtype",
     [
@@ -87,6 +88,7 @@ def test_mlp_of_a_layer_norm(activation, dtype):
     compare(functools.partial(layer, activation=activation), plain, arguments(dtype))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_mlp_of_an_rms_norm(dtype):
     compare(rms, plain_rms, arguments(dtype, layer=False))

@@ -68,6 +68,7 @@ def trained(model):
     return nnx.merge(*nnx.split(copy.deepcopy(nnx.clone(model))))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("is_same_folder", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_loaded_trained_saved(name, is_same_folder, tmp_path):

@@ -65,6 +65,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_products(kind, layout):
@@ -263,6 +264,7 @@ def test_a_batch_of_sums_that_are_scattered():
     assert found == {"reduce-scatter": 1, "all-gather": 1}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_gradients(residuals):
     def loss(a, b, x, row, column):

@@ -28,6 +28,7 @@ def loss(x, w, labels, reduction="mean"):
     return jnp.sum(value * jnp.arange(128)) if reduction == "none" else value
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
     ("of_x", "of_w", "moved"),

@@ -141,6 +141,7 @@ def total(f):
     return lambda *args: sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(f(*args)))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CASES)
 def test_values_gradients_and_programs(name):
     epilogue, shapes, kinds, moved = CASES[name]

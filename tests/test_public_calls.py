@@ -175,6 +175,7 @@ def test_heads_with_norms_of_their_own():
     jax.tree.map(close, *run(NORM))
 
 
+@pytest.mark.smoke
 def test_losses_with_every_option():
     x, scale, kernel, labels, weights = loss_cases.arguments(jnp.float32, lead=(30,))
     a, b = normal(5, 40, 2), normal(6, 2, 136)
@@ -218,6 +219,7 @@ def test_what_libraries_of_layers_take():
     assert jax.tree_util.keystr(path) == ".of_a"
 
 
+@pytest.mark.smoke
 def test_blocks_with_every_option():
     rope = layers.RopeScaling(original_max_position_embeddings=4)
 

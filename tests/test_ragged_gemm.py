@@ -45,6 +45,7 @@ def check_values(case, m, groups, dtype, sizes, **options):
     check(outputs, exact, plain)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_values(problem):
     case, m, groups, dtype = problem

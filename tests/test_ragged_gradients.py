@@ -138,6 +138,7 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_gradients(problem):
     case, m, groups, dtype, residuals = problem

@@ -72,6 +72,7 @@ def test_checkpoints_that_load():
 SMALL = MODEL.replace("512", "32").replace("1408", "48").replace("=8", "=2")
 
 
+@pytest.mark.smoke
 def test_flax_model_trains():
     names = {}
     exec(SMALL, names)

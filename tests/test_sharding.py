@@ -124,6 +124,7 @@ def test_adapters_lie_as_what_they_adapt():
     assert (specs[f"{place}.lora_a"], specs[f"{place}.lora_b"]) == (P("tensor", None), P(None, "fsdp"))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_create(name, kind):

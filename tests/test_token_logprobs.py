@@ -104,6 +104,7 @@ def test_entropies_of_sums_are_as_right_as_float32(size, offsets, temperature, s
         np.testing.assert_allclose(one, exact, rtol=1e-5, atol=largest * 2.0**-20)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("temperature", [None, 0.5])
 @pytest.mark.parametrize("lost", [90.0, 80.0, -50.0, 1e4, -1e4, 1e30])
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -208,6 +209,7 @@ def counted(monkeypatch):
     return ran
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kept, chunks", [(0, 0), (1, 1), (128, 1), (129, 2), (500, 4)])
 def test_a_mask_compacts(kept, chunks, monkeypatch):
     """As many chunks run as the kept tokens fill, wherever they are; the others may hold anything."""
