@@ -135,7 +135,7 @@ def pytest_runtest_makereport():
 
 
 def pytest_runtest_logreport(report):
-    _seconds[_test(report.nodeid)][report.nodeid] += report.cpu_seconds
+    _seconds[_test(report.nodeid)][report.nodeid] += getattr(report, "cpu_seconds", 0)  # none of a worker that died
 
 
 def pytest_terminal_summary(terminalreporter, config):

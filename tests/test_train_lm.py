@@ -184,6 +184,7 @@ def test_what_a_finished_run_shows(undisturbed):
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.smoke
 def test_the_best_checkpoint_is_sampled_and_judged(tmp_path, monkeypatch, capsys):
     """One that is neither the last nor the one before."""
     validations, validate, judged = iter([3.0, 1.5, 2.0, 2.5]), Trainer.validate, []
