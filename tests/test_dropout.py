@@ -39,6 +39,7 @@ def test_neighbours_and_keys_are_independent():
     assert abs(np.sum((counts - expected) ** 2 / expected) - 255) < 5 * np.sqrt(2 * 255)
 
 
+@pytest.mark.smoke
 def test_values_and_gradients():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 7)), jnp.float32)
     mask = kept(KEY, x.shape, 0.25)

@@ -143,6 +143,7 @@ SPELLINGS = LOSSES | {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("door", ["gradient_of_fused", "fused_gradient"])
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_labels_that_are_not_in_the_vocabulary(name, door):
@@ -172,6 +173,7 @@ def test_labels_that_are_not_in_the_vocabulary(name, door):
     assert operators == ["linear_cross_entropy"] * 3 + ["token_logprobs"]
 
 
+@pytest.mark.smoke
 def test_either_sign_and_either_mask_of_a_sum():
     x, w, _, weights, mask = small_arguments()
     labels = jnp.arange(24) * 7

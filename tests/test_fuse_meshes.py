@@ -65,6 +65,7 @@ def in_shards(f, *, sums=False):
     return jax.shard_map(body, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=out)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_body_of_shard_map(where):
     w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)

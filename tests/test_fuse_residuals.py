@@ -55,6 +55,7 @@ def test_a_gated_layer_stacks_its_input_and_both_factors(options):
     assert after == STEPS * 4 * 4 * (D + 2 * F) < before
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "bert"])
 def test_models(name):
     block = plain_models.PLAIN[name]
