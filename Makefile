@@ -63,8 +63,9 @@ host-sanitize: $(STAMPS)/test
 
 # Two runs of pytest, for XLA's autotuning would take nine tenths of the time: without it, in processes that share the GPU,
 # all tests but those that time kernels; then these, with the GPU to themselves. With CODA_JAX_TEST_SLICE=0/2 and then 1/2
-# in the environment it is done in two halves. A run that has nothing of what ARGS chooses ends with 5.
-GPU_TESTS := -m pytest $(if $(findstring tests/gpu,$(ARGS)),,tests/gpu)
+# in the environment it is done in two halves. A run that has nothing of what ARGS chooses ends with 5. (Where
+# pytest-benchmark is installed it warns of such processes before the first test, and a warning is an error.)
+GPU_TESTS := -m pytest -p no:benchmark $(if $(findstring tests/gpu,$(ARGS)),,tests/gpu)
 gpu-test: export CODA_JAX_TEST_REQUIRES := hopper,nvrtc
 gpu-test: $(STAMPS)/test # without a Hopper GPU it fails
 	shared=0; alone=0; \
