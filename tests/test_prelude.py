@@ -285,3 +285,24 @@ def test_by_group_stays():
     a, b, _ = arrays([ROW])
     args = a, jnp.stack([b, b]), jnp.ones((2, N))
     assert_close(jax.jit(f)(*args), np.asarray(plain(lambda acc: acc * jnp.exp(1.0), a, b)), 1e-5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_casts_beside_a_prelude(dtype):
+    """What is left of the epilogue is traced again: its casts are casts then, not the arithmetic that rounds so."""
+
+    def epilogue(acc, column):
+        rounded = acc.astype(dtype).astype(jnp.float32)
+        return doubled_derivative(0.1 * rounded) * lax.rsqrt(column / N + 1e-6)
+
+    a, b, column = [jnp.asarray(x) for x in np.random.default_rng(0).uniform(0.5, 1, (3, N, N)) / 2]
+    arrays = a, b, column[:, :1]
+
+    def loss(product):
+        return lambda *args: jnp.sum(jnp.sin(product(*args)))
+
+    fused = loss(lambda a, b, column: coda.gemm(a, b, column, epilogue=epilogue))
+    plain = loss(lambda a, b, column: epilogue(a @ b, column))
+    for one, other in zip(*(jax.grad(f, (0, 1, 2))(*arrays) for f in (fused, plain)), strict=True):
+        assert_close(one, other)

@@ -191,14 +191,21 @@ def call(flat: Flat, arguments: Sequence[Any], captured: Sequence[Any]) -> list[
     return run(flat.equations, values, flat.outputs)
 
 
-def run(equations: Sequence[Equation], values: dict[int, Any], outputs: Sequence[Atom]) -> list[Any]:
-    """The outputs of equations over variables, from the values of those that are inputs."""
+def run(
+    equations: Sequence[Equation], values: dict[int, Any], outputs: Sequence[Atom], *, is_traced: bool = False
+) -> list[Any]:
+    """The outputs of equations over variables, from the values of those that are inputs.
+
+    Args:
+      is_traced: whether an epilogue is traced: then casts stay casts, for the language has no arithmetic that rounds.
+    """
+    bind_one = _bind_again if is_traced else bind_equation
 
     def read(atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else values[atom]
 
     for equation in equations:
-        results = bind_equation(equation, [read(atom) for atom in equation.inputs])
+        results = bind_one(equation, [read(atom) for atom in equation.inputs])
         values.update(zip(equation.outputs, results, strict=True))
     return [read(atom) for atom in outputs]
 
@@ -225,14 +232,24 @@ def bind_equation(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     return [round_to(out, dtype) if out.dtype == jnp.float32 else out]
 
 
-def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """A call of a custom_jvp or custom_vjp function: its value by `call`, its derivative by its own rule.
+def _bind_again(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The equation as it was traced, of other inputs."""
+    is_custom = equation.name in CUSTOM_DERIVATIVES
+    return bind(equation.primitive, _differentiable(equation, inputs) if is_custom else inputs, equation.params)
 
-    JAX raises where an array that a custom_vjp function closes over is differentiated. Here all of them are arguments,
-    so derivatives are stopped at them.
+
+def _differentiable(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a call of a custom_jvp or custom_vjp function, without derivatives of arrays that it closes over.
+
+    JAX raises where such an array of a custom_vjp function is differentiated. Here all of them are arguments.
     """
     closed_over = equation.params.get("num_consts", 0) if equation.name != "custom_jvp_call" else 0
-    inputs = [*map(lax.stop_gradient, inputs[:closed_over]), *inputs[closed_over:]]
+    return [*map(lax.stop_gradient, inputs[:closed_over]), *inputs[closed_over:]]
+
+
+def _bind_custom(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """A call of a custom_jvp or custom_vjp function: its value by `call`, its derivative by its own rule."""
+    inputs = _differentiable(equation, inputs)
     constants = Constants()
     body = flatten(callee(equation), constants, inline_custom_derivatives=False)
     if not any(is_rounded(aval.dtype) for aval in body.avals):

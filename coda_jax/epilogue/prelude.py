@@ -92,7 +92,8 @@ def hoisted(epilogue: Epilogue, operands: Sequence[Any], captured: Sequence[Any]
         seen = {0: acc, **{i + 1: x for i, x in zip(kept, arguments, strict=False)}}
         seen |= {variable: captured[index] for index, variable in flat.constants.items()}
         seen |= {v: vectors.in_epilogue(v, arguments[len(kept) + i]) for v, i in replaced.items() if v in needed}
-        return run([one for one in flat.equations if _is_left(one, needed, replaced)], seen, flat.outputs)
+        left = [one for one in flat.equations if _is_left(one, needed, replaced)]
+        return run(left, seen, flat.outputs, is_traced=True)
 
     user_names = epilogue.program.user_names
     assert user_names is not None
