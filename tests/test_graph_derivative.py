@@ -219,6 +219,7 @@ def test_a_product_reads_a_recovered_factor():
     assert_close([dv], [(jnp.exp(of_z) + 2 * of_z).T @ known[dout]])
 
 
+@pytest.mark.smoke
 def test_a_cotangent_is_rounded_where_its_value_is():
     x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
     y = mapped(jnp.tanh, Product(x, w))
