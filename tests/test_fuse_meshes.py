@@ -118,7 +118,7 @@ def test_what_stands_between_two_collectives_varies_as_it_did():
 
 
 def dense(w, x, labels, mask):
-    """What stands beside products that vary over a mesh and varies over none: vectors, numbers, masks, bodies."""
+    """Vectors, numbers, masks and bodies that vary over no axis of a mesh stand beside products that do."""
     h = jax.nn.relu(x @ w["up"] + w["bias"]) * w["scale"] * w["number"] + np.linspace(0, 1, 32, dtype=np.float32)
     h = jnp.where((labels % 2 == 0)[..., None], h, 0) * mask[..., None] + jnp.where(jnp.arange(32) < 9, 0.5, h)
     y = jax.lax.scan(lambda c, s: (jnp.tanh(c * s) + c, None), h @ w["down"], w["steps"])[0]

@@ -290,7 +290,7 @@ def test_by_group_stays():
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_casts_beside_a_prelude(dtype):
-    """What is left of the epilogue is traced again: its casts are casts then, not the arithmetic that rounds so."""
+    """The rest of the epilogue is traced again: its casts are casts then, not the arithmetic that rounds so."""
 
     def epilogue(acc, column):
         rounded = acc.astype(dtype).astype(jnp.float32)

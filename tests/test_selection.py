@@ -57,7 +57,7 @@ def test_samples_have_each_test_that_is_not_slow(monkeypatch):
 
 
 def test_a_sample_is_of_the_quickest_tests_of_a_file(monkeypatch, record):
-    """Of a file's tests as many as take a few seconds together, at least one; and what is marked smoke."""
+    """As many of a file as take a few seconds together are in it, at least one; and all that are marked smoke."""
 
     def tests(**seconds):
         record.write_text(json.dumps({"tests/test_x.py": seconds, "tests/test_y.py": {"test": 100}}))
