@@ -99,7 +99,7 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
 
 
 def _written(*arguments: jax.Array, spec: GemmSpec) -> list[jax.Array]:
-    """The kernel writes tiles and sums; the work that finishes these was traced for the rows of all devices."""
+    """Tiles and sums, which a kernel writes; the work that finishes these was traced for the rows of all devices."""
     tiles, sums = xla_tiles(*arguments, spec=spec)
     return [*tiles, *sums]
 
