@@ -50,11 +50,18 @@ def pytest_sessionstart():
         raise pytest.UsageError("CODA_JAX_TEST_REQUIRES asks for what is not here: " + "; ".join(reasons))
 
 
-def pytest_ignore_collect(collection_path):
+def pytest_ignore_collect(collection_path, config):
     """Leaves out tests/gpu where no kernel runs, but for files that the command line names: their tests are skipped."""
+    return True if collection_path == GPU and _why_gpu_is_left_out(config) else None
+
+
+def _why_gpu_is_left_out(config):
+    """Empty also where the command line names other tests: asking for a GPU starts XLA in this process."""
     from tests.requirements import missing_hopper
 
-    return True if collection_path == GPU and missing_hopper() else None
+    paths = (pathlib.Path(path).resolve() for path in config.args)
+    is_among = any(path != GPU and GPU.is_relative_to(path) for path in paths)
+    return (missing_hopper() or "") if is_among else ""
 
 
 def pytest_collection_modifyitems(config, items):
@@ -142,11 +149,8 @@ def pytest_terminal_summary(terminalreporter, config):
     """Says what is left out, and what the tests took; writes that where it is asked for."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    if any(GPU.is_relative_to(pathlib.Path(path).resolve()) for path in config.args):
-        from tests.requirements import missing_hopper
-
-        if reason := missing_hopper():
-            terminalreporter.line(f"tests/gpu is left out: {reason}")
+    if reason := _why_gpu_is_left_out(config):
+        terminalreporter.line(f"tests/gpu is left out: {reason}")
     of_all = sum(seconds for of_test in _seconds.values() for seconds in of_test.values())
     terminalreporter.line(f"{of_all:.0f} CPU seconds in {len(_seconds)} tests")
     if IS_WRITTEN:
