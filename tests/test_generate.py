@@ -412,7 +412,7 @@ def outputs(jaxpr):
 def test_no_weight_is_cast_in_the_loop(name):
     """Casts and products with a norm's scale are made before it: a step only reads the weights.
 
-    Of the embedding it takes rows, which are cast. A pass over the entire text, which few steps have, casts weights.
+    It takes rows of the embedding and casts these. A pass over the entire text, which few steps have, casts weights.
     """
     config = dataclasses.replace(CONFIG, rope_scaling=LENGTH_SCALINGS.get(name))
     model = layers.Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

@@ -106,16 +106,11 @@ def _reduces(value: Map | Result) -> tuple[bool, bool]:
         return not value.is_tile, True
 
     def found() -> tuple[bool, bool]:
-        names = {equation.primitive.name for equation in _opened(value).eqns}
+        names = {equation.primitive.name for equation in value.primal()[0].jaxpr.eqns}
         return not names.isdisjoint(_REDUCTIONS), not names.isdisjoint(_EXTREMES | _JUMPS)
 
     answer: tuple[bool, bool] = value.body.once(("reduces",), found)
     return answer
-
-
-def _opened(value: Map) -> core.Jaxpr:
-    jaxpr: core.Jaxpr = value.primal()[0].jaxpr
-    return jaxpr
 
 
 def _adds(value: Map | Result, tile: int, vector: int) -> bool:
