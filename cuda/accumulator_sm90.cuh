@@ -41,9 +41,10 @@ __device__ __forceinline__ void keep_behind_wait(float (&registers)[count]) {
 }
 
 /// Shared-memory matrix descriptor for the 128-byte swizzle. Offsets in bytes: `leading` between 64-wide chunks of an
-/// mn-major tile (ignored for a k-major one), `stride` between groups of eight rows.
+/// mn-major tile (ignored for a k-major one), which has `chunk_rows` rows; `stride` between groups of eight rows.
+template <int chunk_rows = 64>
 __device__ __forceinline__ ptx::uint64 descriptor(ptx::uint32 address) {
-  constexpr ptx::uint64 leading = 64 * factor_row_bytes, stride = 8 * factor_row_bytes, swizzle_128 = 1;
+  constexpr ptx::uint64 leading = chunk_rows * factor_row_bytes, stride = 8 * factor_row_bytes, swizzle_128 = 1;
   return (static_cast<ptx::uint64>(address & 0x3FFFF) >> 4) | (leading >> 4) << 16 | (stride >> 4) << 32 |
          swizzle_128 << 62;
 }
@@ -159,6 +160,46 @@ __device__ __forceinline__ void multiply(float (&d)[registers], ptx::uint64 a, p
   }
 }
 
+// For a factor a in registers, four words a thread.
+#define CODA_WGMMA_OF_FRAGMENT(shape, type, numbers, operands, a0, a1, a2, a3, b_at, add_at, b_major_at)            \
+  asm volatile(                                                                                                     \
+      "{\n"                                                                                                         \
+      ".reg .pred accumulate;\n"                                                                                    \
+      "setp.ne.b32 accumulate, " add_at                                                                             \
+      ", 0;\n"                                                                                                      \
+      "wgmma.mma_async.sync.aligned." shape "k16.f32." type "." type " {" numbers "}, {" a0 ", " a1 ", " a2 ", " a3 \
+      "}, " b_at ", accumulate, 1, 1, " b_major_at                                                                  \
+      ";\n"                                                                                                         \
+      "}\n"                                                                                                         \
+      : operands                                                                                                    \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(b_is_mn_major))
+#define CODA_WGMMA_OF_FRAGMENTS(type)                                                                                \
+  if constexpr (registers == 32)                                                                                     \
+    CODA_WGMMA_OF_FRAGMENT("m64n64", type, CODA_NUMBERS_32, CODA_OPERANDS_32(d), "%32", "%33", "%34", "%35", "%36",  \
+                           "%37", "%38");                                                                            \
+  if constexpr (registers == 64)                                                                                     \
+    CODA_WGMMA_OF_FRAGMENT("m64n128", type, CODA_NUMBERS_64, CODA_OPERANDS_64(d), "%64", "%65", "%66", "%67", "%68", \
+                           "%69", "%70");                                                                            \
+  if constexpr (registers == 128)                                                                                    \
+    CODA_WGMMA_OF_FRAGMENT("m64n256", type, CODA_NUMBERS_128, CODA_OPERANDS_128(d), "%128", "%129", "%130", "%131",  \
+                           "%132", "%133", "%134");
+
+/// d (64 x N) = a (64 x 16) b (16 x N) + (accumulate ? d : 0), a in registers: the words of a thread are rows lane / 4
+/// and 8 more of columns 2 (lane % 4) and the next, then the same of columns 8 further; N is 64, 128 or 256.
+template <DType input, int b_is_mn_major, int registers>
+__device__ __forceinline__ void multiply_fragment(float (&d)[registers], const ptx::uint32* a, ptx::uint64 b,
+                                                  int accumulate) {
+  static_assert(registers == 32 || registers == 64 || registers == 128, "products of 64, 128 or 256 columns");
+  static_assert(input == DType::bf16 || input == DType::f16, "there is no instruction for factors of this dtype");
+  if constexpr (input == DType::bf16) {
+    CODA_WGMMA_OF_FRAGMENTS("bf16")
+  } else {
+    CODA_WGMMA_OF_FRAGMENTS("f16")
+  }
+}
+
+#undef CODA_WGMMA_OF_FRAGMENTS
+#undef CODA_WGMMA_OF_FRAGMENT
 #undef CODA_WGMMA_OF_TYPES
 #undef CODA_WGMMA_OF_8_BITS
 #undef CODA_WGMMA_N256

@@ -1,0 +1,572 @@
+// Backward attention, with the masks of the forward pass. FlashAttention-2's formulas (arXiv 2307.08691):
+//
+//   s^T = k q^T            dp^T = v dy^T                   (both factors in shared memory)
+//   p^T = exp(scale s^T + bias - lse)                      columns are queries: lse and delta are read for each pair
+//   ds^T = p^T (dp^T - delta)                              delta = sum(y dy) - dlse
+//   dv += p^T dy           dk += ds^T q                    (p^T and ds^T in registers)
+//   dq += ds k                                             (ds through shared memory), float32 in memory
+//
+// A CTA has a tile of keys of one head of keys in shared memory, and goes over all tiles of queries that see one of
+// them, the last first, and for each over the heads of queries that share the head: dk and dv stay in registers. Of
+// narrow heads a consumer has 64 of 128 keys; of wide ones both have the same 64 keys, and each half of the columns.
+//
+// dq is added in the order of the accumulator's registers, 16 bytes a thread and instruction, and `finish_dq` brings it
+// into rows. It is added in one order, that of the tiles of keys, if the kernel is deterministic: a count for each tile
+// of queries says how many tiles have been added. A CTA waits for tiles that began before its own, and the first of
+// them stores. Two warps keep these turns, so that no consumer waits for memory.
+#pragma once
+
+#include "attention_masks.cuh"
+
+namespace coda::attention {
+
+struct BackwardParams {
+  ptx::TensorMap q, k, v, dy;  // (columns, heads, rows, batch), boxes of 64 columns of one head
+  const float *lse, *delta;    // (batch, heads, padded queries); lse log2(e)
+  Mask mask;                   // tiles are those of keys
+  const uint32* needed_keys;   // (batch, tiles of queries, words)
+  float* dq;
+  void *dk, *dv;  // (batch, keys, key heads, width); with splits float32, (splits, batch, keys, key heads, width)
+  int* turns;     // (batch, heads, tiles of queries), zeros
+  int batch, queries, keys, heads, key_heads, padded_queries, padded_keys, query_tiles, key_tiles, query_words,
+      key_words;
+  int left, right;  // of a band
+  Broadcast dense, bias;
+  int splits;  // of the heads of queries that share a head of keys
+  float scale;
+};
+
+/// Config: as that of Forward; and dim (a padded width: 64, 128 or 256), keys and queries (of a tile), stages,
+/// is_split, deterministic.
+template <class Config>
+struct Backward {
+  static constexpr DType input = Config::input;
+  static constexpr int dim = Config::dim, keys = Config::keys, queries = Config::queries, stages = Config::stages;
+  static constexpr bool is_wide = dim == 256, has_arrays = Config::has_arrays, deterministic = Config::deterministic;
+  static constexpr bool scales_in_exponent = !Config::has_bias;
+  static_assert(is_wide ? keys == 64 && queries == 64 : keys == 128 && queries * dim == 8192,
+                "a consumer has 64 x 64 of dq, or of wide heads 64 x 128");
+  static constexpr int threads = 384, consumers = 2;
+  static constexpr int chunks = dim / 64;  // of k and q in shared memory
+  static constexpr int value_chunks = is_wide && Config::value_head <= 128 ? 2 : chunks;
+  static constexpr int steps = (Config::head + 15) / 16, value_steps = (Config::value_head + 15) / 16;
+  static constexpr int own_chunks = is_wide ? chunks / 2 : chunks;  // of a consumer's dk
+  static constexpr int own_value_chunks = is_wide ? value_chunks / 2 : value_chunks;
+  static constexpr int registers = queries / 2, words = queries / 4;
+  static constexpr int dq_registers = is_wide ? 64 : 32, dq_part = 128 * dq_registers;
+
+  static constexpr int k_bytes = keys * chunks * 128, v_bytes = keys * value_chunks * 128;
+  static constexpr int q_bytes = queries * chunks * 128, dy_bytes = queries * value_chunks * 128;
+  static constexpr int ds_bytes = keys * queries * 2, ds_tiles = 2;  // two in turn, or of wide heads one a consumer
+  static constexpr int vector_bytes = queries * 4;
+  // Vectors of a stage: lse, delta, and what a mask's arrays say about queries.
+  static constexpr int interval_vectors = has_arrays ? (Config::has_second ? 4 : 2) : 0;
+  static constexpr int vectors = 2 + interval_vectors + (Config::has_ids ? 1 : 0);
+  static constexpr int v_at = k_bytes, ds_at = v_at + v_bytes, q_at = ds_at + ds_tiles * ds_bytes;
+  static constexpr int dy_at = q_at + stages * q_bytes, vectors_at = dy_at + stages * dy_bytes;
+  static constexpr int ring_at = vectors_at + stages * vectors * vector_bytes;
+  static constexpr int turns_at = ring_at + Ring<stages>::bytes, added_at = turns_at + Ring<2>::bytes;
+  static constexpr int is_first_at = added_at + 16, barriers_at = is_first_at + 8, clean_at = barriers_at + 16;
+  static constexpr int marks_at = clean_at + 8 * stages, key_marks_at = marks_at + stages * (queries / 8);
+  static constexpr int shared_bytes = key_marks_at + keys / 8 + 1024;  // aligned to 1024
+  using CleanKeys = Cleaner<input, keys, chunks>;
+  using CleanValues = Cleaner<input, keys, value_chunks>;
+  using CleanQueries = Cleaner<input, queries, chunks>;
+  using CleanCotangents = Cleaner<input, queries, value_chunks>;
+  enum Warp { producer = 0, turns = 1, cleaner = 2 };
+  enum Barrier { ds_ready = 1 };
+
+  const BackwardParams& p;
+  const uint32 shared;
+  const Ring<stages> ring;
+  const Ring<2> turn_ring;
+  int key_head, batch, key, first_head, end_head;
+
+  __device__ __forceinline__ Backward(const BackwardParams& p, uint32 shared)
+      : p(p), shared(shared), ring{shared + ring_at}, turn_ring{shared + turns_at} {}
+
+  __device__ __forceinline__ uint32 q_of(uint32 slot) const { return shared + q_at + slot * q_bytes; }
+  __device__ __forceinline__ uint32 dy_of(uint32 slot) const { return shared + dy_at + slot * dy_bytes; }
+  __device__ __forceinline__ uint32 vector(uint32 slot, int i) const {
+    return shared + vectors_at + (slot * vectors + i) * vector_bytes;
+  }
+  __device__ __forceinline__ uint32 keys_loaded() const { return shared + barriers_at; }
+  __device__ __forceinline__ uint32 keys_clean() const { return shared + barriers_at + 8; }
+  __device__ __forceinline__ uint32 clean(uint32 slot) const { return shared + clean_at + 8 * slot; }
+  __device__ __forceinline__ uint32 marks(uint32 slot) const { return shared + marks_at + slot * (queries / 8); }
+  __device__ __forceinline__ uint32 key_marks() const { return shared + key_marks_at; }
+  __device__ __forceinline__ uint32 is_first(uint32 slot) const { return shared + is_first_at + 4 * slot; }
+  __device__ __forceinline__ uint32 added(uint32 slot) const { return shared + added_at + 8 * slot; }
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      ring.init(1, 8);
+      turn_ring.init(1, 1);
+      ptx::mbarrier_init(added(0), 8);
+      ptx::mbarrier_init(added(1), 8);
+      ptx::mbarrier_init(keys_loaded(), 1);
+      ptx::mbarrier_init(keys_clean(), 2);
+      if constexpr (has_arrays)
+        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 2);
+      ptx::mbarrier_init_fence();
+    }
+    // The first keys are seen by the most rows: the longest first. CTAs start in this order, in which they add to dq.
+    int i = blockIdx.x;
+    const int split = Config::is_split ? i % p.splits : 0;
+    if constexpr (Config::is_split) i /= p.splits;
+    key_head = i % p.key_heads, i /= p.key_heads;
+    batch = i % p.batch, i /= p.batch;
+    key = i * keys;
+    const int groups = p.heads / p.key_heads, each = Config::is_split ? groups / p.splits : groups;
+    first_head = key_head * groups + split * each, end_head = first_head + each;
+    __syncthreads();
+    ptx::wait_for_earlier_kernels();
+    ptx::launch_dependents();
+    const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+      ptx::registers_decrease<32>();
+      const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+      if (threadIdx.x == 0) produce();
+      if (deterministic && warp == turns) keep_turns();
+      if (has_arrays && warp >= cleaner) clean_tiles(warp - cleaner);
+    } else {
+      ptx::registers_increase<240>();
+      consume(warpgroup - 1, split);
+    }
+  }
+
+  __device__ __forceinline__ Walk<has_arrays> walk() const {
+    if constexpr (has_arrays)
+      return Walk<true>(p.mask, static_cast<long long>(batch) * p.key_tiles + key / keys, p.query_words);
+    else
+      return Walk<false>(BandTiles(key, min(key + keys, p.keys) - 1, p.right, p.left, queries, p.queries));
+  }
+  /// Columns beyond the keys' end are hidden.
+  __device__ __forceinline__ bool is_partial(const Walk<has_arrays>& tiles) const {
+    if constexpr (has_arrays)
+      return tiles.is_partial();
+    else
+      return tiles.is_partial() || key + keys > p.keys;
+  }
+
+  __device__ __forceinline__ void produce() const {
+    Walk<has_arrays> tiles = walk();
+    if (!tiles.next()) return;
+    ptx::mbarrier_arrive_expect(keys_loaded(), k_bytes + v_bytes);
+#pragma unroll
+    for (int c = 0; c < chunks; ++c)
+      ptx::tma_load(shared + c * keys * 128, p.k, keys_loaded(), 64 * c, key_head, key, batch);
+#pragma unroll
+    for (int c = 0; c < value_chunks; ++c)
+      ptx::tma_load(shared + v_at + c * keys * 128, p.v, keys_loaded(), 64 * c, key_head, key, batch);
+    RingPosition<stages> at;
+    do {
+      const int row = tiles.tile * queries;
+#pragma unroll 1
+      for (int head = first_head; head < end_head; ++head) {
+        const uint32 full = ring.full(at.slot);
+        const long long statistics = (static_cast<long long>(batch) * p.heads + head) * p.padded_queries + row;
+        ring.wait_empty(at);
+        ptx::mbarrier_arrive_expect(full, q_bytes + dy_bytes + vectors * vector_bytes);
+#pragma unroll
+        for (int c = 0; c < chunks; ++c)
+          ptx::tma_load(q_of(at.slot) + c * queries * 128, p.q, full, 64 * c, head, row, batch);
+#pragma unroll
+        for (int c = 0; c < value_chunks; ++c)
+          ptx::tma_load(dy_of(at.slot) + c * queries * 128, p.dy, full, 64 * c, head, row, batch);
+        ptx::bulk_load(vector(at.slot, 0), p.lse + statistics, vector_bytes, full);
+        ptx::bulk_load(vector(at.slot, 1), p.delta + statistics, vector_bytes, full);
+        if constexpr (has_arrays) {
+          const long long of_batch = static_cast<long long>(batch) * p.padded_queries;
+#pragma unroll
+          for (int i = 0; i < interval_vectors; ++i)
+            ptx::bulk_load(
+                vector(at.slot, 2 + i),
+                p.mask.intervals + of_batch * interval_vectors + i * static_cast<long long>(p.padded_queries) + row,
+                vector_bytes, full);
+          if constexpr (Config::has_ids)
+            ptx::bulk_load(vector(at.slot, vectors - 1), p.mask.query_ids + of_batch + row, vector_bytes, full);
+        }
+        at.advance();
+      }
+    } while (tiles.next());
+  }
+
+  // ---- the order of dq
+
+  /// How many tiles of keys are added to a tile of queries before this one: called by a whole warp.
+  __device__ __forceinline__ int rank(int query_tile) const {
+    if constexpr (has_arrays) {
+      return tiles_before(p.needed_keys + (static_cast<long long>(batch) * p.query_tiles + query_tile) * p.key_words,
+                          key / keys);
+    } else {
+      return key / keys - max(0, query_tile * queries - p.left) / keys;
+    }
+  }
+  __device__ __forceinline__ int* turn_of(int head, int query_tile) const {
+    return p.turns + (static_cast<long long>(batch) * p.heads + head) * p.query_tiles + query_tile;
+  }
+
+  /// One warp, for the consumers: it waits for each turn, and passes it on when the additions of both are complete.
+  __device__ __forceinline__ void keep_turns() const {
+    Walk<has_arrays> tiles = walk();
+    RingPosition<2> at, passed;
+    int* last_turn = nullptr;  // of the tile before, until it has been passed on
+    int last_rank = 0;
+#pragma unroll 1
+    while (tiles.next()) {
+      const int before = rank(tiles.tile);
+      if (threadIdx.x % 32 == 0) {
+#pragma unroll 1
+        for (int head = first_head; head < end_head; ++head) {
+          int* turn = turn_of(head, tiles.tile);
+          turn_ring.wait_empty(at);
+          while (before > 0 && ptx::load_acquire(turn) != before)
+            if (last_turn != nullptr && ptx::mbarrier_has_completed(added(passed.slot), passed.phase))
+              pass_turn(passed, last_turn, last_rank);
+          ptx::store_word(is_first(at.slot), before == 0);
+          ptx::mbarrier_arrive(turn_ring.full(at.slot));
+          if (last_turn != nullptr) pass_turn(passed, last_turn, last_rank);
+          last_turn = turn, last_rank = before;
+          at.advance();
+        }
+      }
+      __syncwarp();
+    }
+    if (threadIdx.x % 32 == 0 && last_turn != nullptr) pass_turn(passed, last_turn, last_rank);
+  }
+  __device__ __forceinline__ void pass_turn(RingPosition<2>& passed, int*& turn, int rank) const {
+    ptx::mbarrier_wait(added(passed.slot), passed.phase);
+    ptx::store_release(turn, rank + 1);
+    ptx::mbarrier_arrive(turn_ring.empty(passed.slot));
+    passed.advance();
+    turn = nullptr;
+  }
+
+  // ---- values that are not finite
+
+  __device__ __forceinline__ void clean_tiles(int warp) const {
+    Walk<has_arrays> tiles = walk();
+    if (!tiles.next()) return;
+    ptx::mbarrier_wait(keys_loaded(), 0);
+    uint32 key_marked[CleanKeys::own_words] = {};
+    CleanKeys::mark(shared, warp, key_marked);
+    CleanValues::mark(shared + v_at, warp, key_marked);
+    CleanKeys::clear(shared, warp, key_marked);
+    CleanValues::clear(shared + v_at, warp, key_marked);
+    CleanKeys::publish(key_marks(), warp, key_marked);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(keys_clean());
+    ptx::mbarrier_wait(keys_clean(), 0);
+    const bool marks_keys = has_marked_keys();
+    RingPosition<stages> at;
+    do {
+      const bool cleans = marks_keys || tiles.is_partial();
+#pragma unroll 1
+      for (int head = first_head; head < end_head; ++head) {
+        ring.wait_full(at);
+        if (cleans) {
+          uint32 marked[CleanQueries::own_words] = {};
+          CleanQueries::mark(q_of(at.slot), warp, marked);
+          CleanCotangents::mark(dy_of(at.slot), warp, marked);
+          mark_statistics(at.slot, warp, marked);
+          CleanQueries::clear(q_of(at.slot), warp, marked);
+          CleanCotangents::clear(dy_of(at.slot), warp, marked);
+          CleanQueries::publish(marks(at.slot), warp, marked);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(clean(at.slot));
+        at.advance();
+      }
+    } while (tiles.next());
+  }
+  /// Marks rows whose statistics are not numbers, and makes them those of a row that sees nothing.
+  __device__ __forceinline__ void mark_statistics(uint32 slot, int warp,
+                                                  uint32 (&marked)[CleanQueries::own_words]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int word = 0; word < CleanQueries::own_words; ++word) {
+      const int at = 4 * ((warp * CleanQueries::own_words + word) * 32 + lane);
+      const float lse = __int_as_float(ptx::load_word(vector(slot, 0) + at));
+      const float delta = __int_as_float(ptx::load_word(vector(slot, 1) + at));
+      const bool is_marked = lse != lse || !(fabsf(delta) < infinity()) || (marked[word] >> lane & 1) != 0;
+      if (is_marked) {
+        ptx::store_word(vector(slot, 0) + at, __float_as_int(infinity()));
+        ptx::store_word(vector(slot, 1) + at, 0);
+      }
+      marked[word] = __ballot_sync(0xFFFFFFFFu, is_marked);
+    }
+  }
+  __device__ __forceinline__ bool has_marked_keys() const {
+    uint32 any = 0;
+#pragma unroll
+    for (int word = 0; word < keys / 32; ++word) any |= ptx::load_word(key_marks() + 4 * word);
+    return any != 0;
+  }
+
+  // ---- products
+
+  /// d (64 keys x queries) = a b^T over the columns of a head.
+  template <int steps>
+  __device__ __forceinline__ static void over_columns(float (&d)[registers], uint32 a, uint32 b) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step)
+      wgmma::multiply<input, input, 0, 0>(d, wgmma::descriptor(a + step / 4 * keys * 128 + step % 4 * 32),
+                                          wgmma::descriptor(b + step / 4 * queries * 128 + step % 4 * 32), step > 0);
+    wgmma::commit();
+  }
+  /// d (64 keys x own columns) += w b, w in registers.
+  template <int count>
+  __device__ __forceinline__ static void over_queries(float (&d)[count], const uint32 (&w)[words], uint32 b) {
+#pragma unroll
+    for (int step = 0; step < queries / 16; ++step)
+      wgmma::multiply_fragment<input, 1>(d, w + 4 * step, wgmma::descriptor<queries>(b + step * 16 * 128), 1);
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ void consume(int consumer, int split) const {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int my_key = key + (is_wide ? 0 : 64 * consumer) + 16 * warp + lane / 4;
+    const float unit = scales_in_exponent ? p.scale * log2_e : log2_e;
+    float dk[32 * own_chunks], dv[32 * own_value_chunks];
+#pragma unroll
+    for (int i = 0; i < 32 * own_chunks; ++i) dk[i] = 0;
+#pragma unroll
+    for (int i = 0; i < 32 * own_value_chunks; ++i) dv[i] = 0;
+    const uint32 my_k = shared + (is_wide ? 0 : consumer * 64 * 128), my_v = my_k + v_at;
+    const uint32 my_columns = is_wide ? consumer * own_chunks * queries * 128 : 0;  // of q
+    const uint32 my_value_columns = is_wide ? consumer * own_value_chunks * queries * 128 : 0;
+    // ds^T goes to shared memory by matrices of 8 x 8: each lane has the address of a row of one.
+    const uint32 ds_tile = shared + ds_at + (is_wide ? consumer * ds_bytes : 0);
+    const int store_key = (is_wide ? 0 : 64 * consumer) + 16 * warp + 8 * (lane / 8 % 2) + lane % 8;
+    const uint32 store_to = ds_tile + store_key * 128;
+    const uint32 store_swizzle = (store_key % 8) * 16, store_column = lane / 16 * 16;
+    // dq: this consumer's queries, or its columns.
+    const uint32 dq_a = ds_tile + (queries == 128 ? consumer * keys * 128 : 0);
+    const uint32 dq_b = shared + (queries == 128 ? 0 : consumer * (is_wide ? 2 : 1) * keys * 128);
+    int ids[2] = {};
+    if constexpr (Config::has_ids)
+      for (int r = 0; r < 2; ++r)
+        ids[r] = p.mask.key_ids[static_cast<long long>(batch) * p.padded_keys + my_key + 8 * r];
+    RingPosition<stages> at;
+    RingPosition<2> turn;
+    uint32 buffer = 0;
+    Walk<has_arrays> tiles = walk();
+    bool has_next = tiles.next();
+    bool marks_keys = false;
+    if (has_next) {
+      ptx::mbarrier_wait(keys_loaded(), 0);
+      if constexpr (has_arrays) {
+        ptx::mbarrier_wait(keys_clean(), 0);
+        marks_keys = has_marked_keys();
+      }
+    }
+#pragma unroll 1
+    while (has_next) {
+      const int row = tiles.tile * queries, query_tile = tiles.tile;
+      const bool hides = is_partial(tiles) || marks_keys;
+      has_next = tiles.next();
+#pragma unroll 1
+      for (int head = first_head; head < end_head; ++head) {
+        const uint32 q = q_of(at.slot), dy = dy_of(at.slot);
+        const uint32 lse = vector(at.slot, 0) + lane % 4 * 8, delta = lse + vector_bytes;
+        float s[registers], dp[registers];
+        uint32 w[words], dw[words];
+        ring.wait_full(at);
+        if constexpr (has_arrays)
+          if (hides) ptx::mbarrier_wait(clean(at.slot), at.phase);
+        wgmma::fence();
+        over_columns<steps>(s, my_k, q);
+        over_columns<value_steps>(dp, my_v, dy);
+        wgmma::wait<1>();
+        wgmma::keep_behind_wait(s);
+        if constexpr (!scales_in_exponent) add_bias(s, head, row, my_key);
+        if (hides) hide(s, head, row, my_key, ids, at.slot);
+#pragma unroll
+        for (int j = 0; j < queries / 8; ++j) {
+          float l[2];
+          ptx::load_pair(lse + 32 * j, l[0], l[1]);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
+        }
+#pragma unroll
+        for (int i = 0; i < words; ++i) w[i] = packed_pair<input>(s[2 * i], s[2 * i + 1]);
+        wgmma::fence();
+        over_queries(dv, w, dy + my_value_columns);
+        wgmma::wait<1>();  // dp^T; dv's product runs on
+        wgmma::keep_behind_wait(dp);
+#pragma unroll
+        for (int j = 0; j < queries / 8; ++j) {
+          float d[2];
+          ptx::load_pair(delta + 32 * j, d[0], d[1]);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int i = 4 * j + 2 * r;
+            // From p as it is rounded, where that saves the registers.
+            const float p0 = queries == 128 ? widened_half<input>(w[i / 2], 0) : s[i];
+            const float p1 = queries == 128 ? widened_half<input>(w[i / 2], 1) : s[i + 1];
+            dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
+          }
+        }
+        if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);  // dq of the tile before has read it
+#pragma unroll
+        for (int j = 0; j < queries / 8; j += 2) {
+          const uint32 four[4] = {dw[2 * j], dw[2 * j + 1], dw[2 * j + 2], dw[2 * j + 3]};
+          ptx::store_matrices(store_to + buffer + j / 8 * keys * 128 + ((j % 8 * 16 + store_column) ^ store_swizzle),
+                              four);
+        }
+        ptx::fence_async_proxy();
+        // All of ds that this consumer reads. Who is here has waited for its dq of the tile before, so that the buffer
+        // of that tile may be overwritten.
+        ptx::named_barrier_sync(is_wide ? ds_ready + consumer : ds_ready, is_wide ? 128 : 256);
+        wgmma::fence();
+        float dq[dq_registers];
+#pragma unroll
+        for (int step = 0; step < keys / 16; ++step)
+          wgmma::multiply<input, input, 1, 1>(dq, wgmma::descriptor<keys>(dq_a + buffer + step * 16 * 128),
+                                              wgmma::descriptor<keys>(dq_b + step * 16 * 128), step > 0);
+        wgmma::commit();
+        over_queries(dk, dw, q + my_columns);
+        wgmma::wait<1>();  // dq, and dv before it
+        wgmma::keep_behind_wait(dq);
+        wgmma::keep_behind_wait(dv);
+        add(dq, head, query_tile, consumer, turn);
+        wgmma::wait<0>();
+        wgmma::keep_behind_wait(dk);
+        if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
+        if constexpr (!is_wide) buffer ^= ds_bytes;
+        at.advance();
+      }
+    }
+    store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
+    store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split, 1.0f);
+  }
+
+  /// float16 has no room for all cotangents: beyond it they are its largest.
+  __device__ __forceinline__ static uint32 packed_ds(float low, float high) {
+    if constexpr (input == DType::f16) {
+      constexpr float largest = 65504.0f;
+      low = low > largest ? largest : low < -largest ? -largest : low;  // NaN stays
+      high = high > largest ? largest : high < -largest ? -largest : high;
+    }
+    return packed_pair<input>(low, high);
+  }
+
+  __device__ __forceinline__ void add_bias(float (&s)[registers], int head, int row, int my_key) const {
+#pragma unroll
+    for (int i = 0; i < registers; ++i) {
+      const int query = min(row + 8 * (i / 4) + 2 * static_cast<int>(threadIdx.x % 4) + i % 2, p.queries - 1);
+      const int of_key = min(my_key + 8 * (i / 2 % 2), p.keys - 1);
+      const Word bias = load_word<Config::bias_type>(p.mask.bias, p.bias.index(batch, head, query, of_key));
+      s[i] = fmaf(s[i], p.scale, bias.f);
+    }
+  }
+
+  /// Scores of a tile that is seen in part.
+  __device__ __forceinline__ void hide(float (&s)[registers], int head, int row, int my_key, const int (&ids)[2],
+                                       uint32 slot) const {
+    const int lane_query = 2 * (threadIdx.x % 4);
+    uint32 key_marked[2] = {};
+    if constexpr (has_arrays) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int in_tile = my_key - key + 8 * r;
+        key_marked[r] = static_cast<uint32>(ptx::load_word(key_marks() + 4 * (in_tile / 32))) >> in_tile % 32 & 1;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < queries / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int in_tile = 8 * j + lane_query + c, query = row + in_tile;
+        const Seen<Config::has_second> seen = seen_by(slot, in_tile, query);
+        uint32 marked = 0;
+        int id = 0;
+        if constexpr (has_arrays)
+          marked = static_cast<uint32>(ptx::load_word(marks(slot) + 4 * (in_tile / 32))) >> in_tile % 32 & 1;
+        if constexpr (Config::has_ids) id = ptx::load_word(vector(slot, vectors - 1) + 4 * in_tile);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& one = s[4 * j + 2 * r + c];
+          const int of_key = my_key + 8 * r;
+          bool is_seen = seen(of_key);
+          if constexpr (Config::has_ids) is_seen = is_seen && id == ids[r];
+          if constexpr (Config::has_dense)
+            is_seen = is_seen &&
+                      p.mask.dense[p.dense.index(batch, head, min(query, p.queries - 1), min(of_key, p.keys - 1))] != 0;
+          if (!is_seen)
+            one = masked_score;
+          else if (has_arrays && (marked | key_marked[r]) != 0)
+            one = not_a_number();
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ Seen<Config::has_second> seen_by(uint32 slot, int in_tile, int query) const {
+    if constexpr (has_arrays) {
+      const auto load = [&](int i) { return ptx::load_word(vector(slot, 2 + i) + 4 * in_tile); };
+      if constexpr (Config::has_second)
+        return {load(0), load(1), load(2), load(3)};
+      else
+        return {load(0), load(1), 0, 0};
+    } else {
+      return {query - p.left, min(query + p.right, p.keys - 1), 0, 0};
+    }
+  }
+
+  /// Adds a consumer's part of a tile to dq, in the order of its registers.
+  __device__ __forceinline__ void add(const float (&dq)[dq_registers], int head, int query_tile, int consumer,
+                                      RingPosition<2>& turn) const {
+    float* to = p.dq + ((static_cast<long long>(batch) * p.heads + head) * p.query_tiles + query_tile) * 2 * dq_part +
+                consumer * dq_part + threadIdx.x % 128 * 4;
+    bool stores = false;
+    if constexpr (deterministic) {
+      turn_ring.wait_full(turn);
+      stores = ptx::load_word(is_first(turn.slot)) != 0;
+    }
+    if (stores) {
+#pragma unroll
+      for (int i = 0; i < dq_registers / 4; ++i)
+        *reinterpret_cast<float4*>(to + i * 512) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+    } else {
+#pragma unroll
+      for (int i = 0; i < dq_registers / 4; ++i)
+        ptx::add_in_memory(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+    if constexpr (deterministic) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(added(turn.slot));
+      turn.advance();
+    }
+  }
+  /// dk or dv: of a width, from a column on.
+  template <int width, int count>
+  __device__ __forceinline__ void store(void* to, const float (&d)[count], int my_key, int column, int split,
+                                        float factor) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at_key = my_key + 8 * r;
+      if (at_key >= p.keys) continue;
+      long long at = static_cast<long long>(batch) * p.keys + at_key;
+      if constexpr (Config::is_split) at += static_cast<long long>(split) * p.batch * p.keys;
+      at = (at * p.key_heads + key_head) * width + column + 2 * (threadIdx.x % 4);
+#pragma unroll
+      for (int j = 0; j < count / 4; ++j) {
+        if (column + 8 * j >= width) continue;
+        const float low = d[4 * j + 2 * r] * factor, high = d[4 * j + 2 * r + 1] * factor;
+        if constexpr (Config::is_split)
+          *reinterpret_cast<float2*>(static_cast<float*>(to) + at + 8 * j) = {low, high};
+        else
+          *reinterpret_cast<uint32*>(static_cast<unsigned short*>(to) + at + 8 * j) = packed_pair<input>(low, high);
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void backward(const BackwardParams& params) {
+  extern __shared__ unsigned char memory[];
+  Backward<Config>(params, (ptx::shared_address(memory) + 1023) & ~1023u).run();
+}
+
+}  // namespace coda::attention

@@ -1,0 +1,202 @@
+// Which tiles of keys a tile of queries sees, and which elements of a tile that it sees in part.
+//
+// Without arrays the mask is a band: query i sees keys i - left to i + right. With arrays, a query sees the keys in one
+// or two intervals of its own, of these the ones with its id, and of these the ones that a dense mask has. Tiles are
+// then listed as bits, made once in front of the kernels: bit j of a tile of queries is set if it sees something of
+// tile j of keys, in `needed`, or all of it, in `full`.
+#pragma once
+
+#include "accumulator_sm90.cuh"
+#include "fragment_sm90.cuh"
+#include "pipeline.cuh"
+
+namespace coda::attention {
+
+using ptx::uint32;
+
+constexpr float log2_e = 1.4426950408889634f;
+/// Of an element that is not seen: a power of two, so that two of them scaled differ by exactly 0.
+constexpr float masked_score = -0x1p100f;
+
+__device__ __forceinline__ float not_a_number() {
+  return __uint_as_float(0x7FC00000u);
+}
+__device__ __forceinline__ float infinity() {
+  return __uint_as_float(0x7F800000u);
+}
+
+/// The mask's arrays, and the band's bounds, as a kernel's parameters have them. Arrays that a kernel's Config does not
+/// have are null.
+struct Mask {
+  const int* intervals;         // (batch, 2 or 4, padded queries): the first and the last key of an interval
+  const int* query_ids;         // (batch, padded queries)
+  const int* key_ids;           // (batch, padded keys)
+  const uint32 *needed, *full;  // (batch, tiles, words): 32 tiles of the other axis to a word
+  const unsigned char* dense;   // broadcastable to (batch, heads, queries, keys)
+  const void* bias;             // the same, added to scores
+};
+
+/// An array that is broadcastable to (batch, heads, queries, keys): its sizes, 1 where all share an entry.
+struct Broadcast {
+  int batch, heads, queries, keys;
+
+  __device__ __forceinline__ long long index(int b, int head, int query, int key) const {
+    return ((static_cast<long long>(batch == 1 ? 0 : b) * heads + (heads == 1 ? 0 : head)) * queries +
+            (queries == 1 ? 0 : query)) *
+               keys +
+           (keys == 1 ? 0 : key);
+  }
+};
+
+/// Tiles of `size` of an axis of `count`, of which rows first_row to last_row of the other axis see those from
+/// row - before to row + behind.
+struct BandTiles {
+  int first, end;            // seen, at least in part
+  int first_full, end_full;  // seen entirely by all of the rows
+
+  __device__ __forceinline__ BandTiles(int first_row, int last_row, int before, int behind, int size, int count) {
+    const int last = min(count - 1, last_row + behind);
+    first = max(0, first_row - before) / size;
+    end = last < 0 ? 0 : last / size + 1;
+    first_full = (max(0, last_row - before) + size - 1) / size;
+    end_full = max(0, min(count, first_row + behind + 1)) / size;
+  }
+  __device__ __forceinline__ bool is_partial(int tile) const { return tile < first_full || tile >= end_full; }
+};
+
+/// Goes over the tiles that a tile sees, the last first.
+template <bool has_arrays>
+struct Walk;
+
+template <>
+struct Walk<false> {
+  BandTiles band;
+  int tile;
+
+  __device__ __forceinline__ explicit Walk(BandTiles band) : band(band), tile(band.end) {}
+  __device__ __forceinline__ bool next() { return --tile >= band.first; }
+  __device__ __forceinline__ bool is_partial() const { return band.is_partial(tile); }
+};
+
+template <>
+struct Walk<true> {
+  const uint32 *needed, *full;  // of this tile
+  int word, tile = 0;
+  uint32 bits = 0, full_bits = 0;
+
+  __device__ __forceinline__ Walk(const Mask& mask, long long tile, int words)
+      : needed(mask.needed + tile * words), full(mask.full + tile * words), word(words) {}
+  __device__ __forceinline__ bool next() {
+    while (bits == 0) {
+      if (--word < 0) return false;
+      bits = needed[word];
+      full_bits = full[word];
+    }
+    const int bit = 31 - __clz(bits);
+    bits ^= 1u << bit;
+    tile = 32 * word + bit;
+    return true;
+  }
+  __device__ __forceinline__ bool is_partial() const { return (full_bits >> (tile % 32) & 1) == 0; }
+};
+
+/// How many tiles before `tile` are listed: called by a whole warp.
+__device__ __forceinline__ int tiles_before(const uint32* needed, int tile) {
+  int count = 0;
+  for (int word = threadIdx.x % 32; word <= tile / 32; word += 32)
+    count += __popc(word < tile / 32 ? needed[word] : needed[word] & ((1u << tile % 32) - 1));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(0xFFFFFFFFu, count, step);
+  return count;
+}
+
+/// The keys that a query sees, but for ids and the dense mask.
+template <bool has_second>
+struct Seen {
+  int first, last, second_first, second_last;
+
+  __device__ __forceinline__ bool operator()(int key) const {
+    bool seen = first <= key && key <= last;
+    if constexpr (has_second) seen = seen || (second_first <= key && key <= second_last);
+    return seen;
+  }
+};
+
+// ---- values that are not finite
+//
+// A tile that is seen in part may hold rows that some of its readers must not see, and 0 times NaN is NaN. So two warps
+// replace rows of such tiles by zeros where they hold NaN or an infinity, and mark them; a reader that sees a marked
+// row gets NaN.
+
+/// Exponents of two values in a word are all ones where the sum has the sign of one.
+template <DType input>
+__device__ __forceinline__ uint32 exponent_carries(uint32 word) {
+  constexpr uint32 exponents = input == DType::bf16 ? 0x7F807F80u : 0x7C007C00u;
+  constexpr uint32 ones = input == DType::bf16 ? 0x00800080u : 0x04000400u;
+  return (word & exponents) + ones;
+}
+
+/// The rows of a tile in shared memory, `chunks` chunks of `rows` rows of 128 bytes, which one of the two warps cleans:
+/// its bits mark the rows that were not finite.
+template <DType input, int rows, int chunks>
+struct Cleaner {
+  static constexpr int words = rows / 32, own_words = words / 2;
+  static_assert(rows % 64 == 0, "each of two warps has whole words of rows");
+
+  /// Marks rows of `tile` in `marks`, in addition to those that are marked.
+  __device__ __forceinline__ static void mark(uint32 tile, int warp, uint32 (&marks)[own_words]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int word = 0; word < own_words; ++word) {
+      uint32 marked = 0;
+#pragma unroll 1
+      for (int group = 0; group < 8; ++group) {  // of four rows, eight lanes each
+        const uint32 from = tile + ((warp * own_words + word) * 32 + group * 4) * 128 + lane * 16;
+        uint32 carries = 0;
+#pragma unroll
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          const int4 some = ptx::load_16_bytes(from + chunk * rows * 128);
+          carries |= exponent_carries<input>(some.x) | exponent_carries<input>(some.y) |
+                     exponent_carries<input>(some.z) | exponent_carries<input>(some.w);
+        }
+        const uint32 lanes = __ballot_sync(0xFFFFFFFFu, (carries & 0x80008000u) != 0);
+#pragma unroll
+        for (int row = 0; row < 4; ++row) marked |= ((lanes >> 8 * row & 0xFF) != 0 ? 1u : 0u) << (group * 4 + row);
+      }
+      marks[word] |= marked;
+    }
+  }
+  /// Replaces marked rows of `tile` by zeros.
+  __device__ __forceinline__ static void clear(uint32 tile, int warp, const uint32 (&marks)[own_words]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int word = 0; word < own_words; ++word) {
+#pragma unroll 1
+      for (uint32 left = marks[word]; left != 0; left &= left - 1) {
+        const int row = (warp * own_words + word) * 32 + __ffs(left) - 1;
+        for (int piece = lane; piece < 8 * chunks; piece += 32)
+          ptx::store_zeros(tile + piece / 8 * rows * 128 + row * 128 + piece % 8 * 16);
+      }
+    }
+    ptx::fence_async_proxy();
+  }
+  __device__ __forceinline__ static void publish(uint32 to, int warp, const uint32 (&marks)[own_words]) {
+    if (threadIdx.x % 32 == 0)
+#pragma unroll
+      for (int word = 0; word < own_words; ++word) ptx::store_word(to + 4 * (warp * own_words + word), marks[word]);
+  }
+};
+
+template <DType input>
+__device__ __forceinline__ uint32 packed_pair(float low, float high) {
+  return input == DType::bf16 ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+}
+template <DType input>
+__device__ __forceinline__ float widened_half(uint32 word, int half) {
+  if constexpr (input == DType::bf16)
+    return __uint_as_float(half ? word & 0xFFFF0000u : word << 16);
+  else
+    return ptx::f16_to_float(static_cast<ptx::uint16>(half ? word >> 16 : word));
+}
+
+}  // namespace coda::attention
