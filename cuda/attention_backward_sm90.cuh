@@ -47,8 +47,11 @@ struct Backward {
   static_assert(is_wide ? keys == 64 && queries == 64 : keys == 128 && queries * dim == 8192,
                 "a consumer has 64 x 64 of dq, or of wide heads 64 x 128");
   static constexpr int threads = 384, consumers = 2;
-  static constexpr int chunks = dim / 64;  // of k and q in shared memory
-  static constexpr int value_chunks = is_wide && Config::value_head <= 128 ? 2 : chunks;
+  static constexpr int consumer_registers = 240, producer_registers = 24;
+  static constexpr int chunks = dim / 64;                         // of k and q in shared memory
+  static constexpr int loaded_chunks = (Config::head + 63) / 64;  // the others are zeros
+  static constexpr int loaded_value_chunks = (Config::value_head + 63) / 64;
+  static constexpr int value_chunks = is_wide && Config::value_head <= 128 ? 2 : chunks;  // of v and dy
   static constexpr int steps = (Config::head + 15) / 16, value_steps = (Config::value_head + 15) / 16;
   static constexpr int own_chunks = is_wide ? chunks / 2 : chunks;  // of a consumer's dk
   static constexpr int own_value_chunks = is_wide ? value_chunks / 2 : value_chunks;
@@ -62,12 +65,14 @@ struct Backward {
   // Vectors of a stage: lse, delta, and what a mask's arrays say about queries.
   static constexpr int interval_vectors = has_arrays ? (Config::has_second ? 4 : 2) : 0;
   static constexpr int vectors = 2 + interval_vectors + (Config::has_ids ? 1 : 0);
+  static constexpr int loaded_bytes = queries * (loaded_chunks + loaded_value_chunks) * 128 + vectors * vector_bytes;
   static constexpr int v_at = k_bytes, ds_at = v_at + v_bytes, q_at = ds_at + ds_tiles * ds_bytes;
   static constexpr int dy_at = q_at + stages * q_bytes, vectors_at = dy_at + stages * dy_bytes;
   static constexpr int ring_at = vectors_at + stages * vectors * vector_bytes;
   static constexpr int turns_at = ring_at + Ring<stages>::bytes, added_at = turns_at + Ring<2>::bytes;
   static constexpr int is_first_at = added_at + 16, barriers_at = is_first_at + 8, clean_at = barriers_at + 16;
-  static constexpr int marks_at = clean_at + 8 * stages, key_marks_at = marks_at + stages * (queries / 8);
+  static constexpr int steps_at = clean_at + 8 * stages, marks_at = steps_at + 4 * stages,
+                       key_marks_at = marks_at + stages * (queries / 8);
   static constexpr int shared_bytes = key_marks_at + keys / 8 + 1024;  // aligned to 1024
   using CleanKeys = Cleaner<input, keys, chunks>;
   using CleanValues = Cleaner<input, keys, value_chunks>;
@@ -90,6 +95,7 @@ struct Backward {
   __device__ __forceinline__ uint32 vector(uint32 slot, int i) const {
     return shared + vectors_at + (slot * vectors + i) * vector_bytes;
   }
+  __device__ __forceinline__ uint32 step(uint32 slot) const { return shared + steps_at + 4 * slot; }
   __device__ __forceinline__ uint32 keys_loaded() const { return shared + barriers_at; }
   __device__ __forceinline__ uint32 keys_clean() const { return shared + barriers_at + 8; }
   __device__ __forceinline__ uint32 clean(uint32 slot) const { return shared + clean_at + 8 * slot; }
@@ -100,7 +106,7 @@ struct Backward {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      ring.init(1, 8);
+      ring.init(1, has_arrays ? 8 + 2 : 8);
       turn_ring.init(1, 1);
       ptx::mbarrier_init(added(0), 8);
       ptx::mbarrier_init(added(1), 8);
@@ -109,7 +115,9 @@ struct Backward {
       if constexpr (has_arrays)
         for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 2);
       ptx::mbarrier_init_fence();
+      for (const ptx::TensorMap* map : {&p.q, &p.k, &p.v, &p.dy}) ptx::tma_prefetch_map(*map);
     }
+    zero_other_chunks();
     // The first keys are seen by the most rows: the longest first. CTAs start in this order, in which they add to dq.
     int i = blockIdx.x;
     const int split = Config::is_split ? i % p.splits : 0;
@@ -124,15 +132,34 @@ struct Backward {
     ptx::launch_dependents();
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
-      ptx::registers_decrease<32>();
+      ptx::registers_decrease<producer_registers>();
       const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
       if (threadIdx.x == 0) produce();
       if (deterministic && warp == turns) keep_turns();
       if (has_arrays && warp >= cleaner) clean_tiles(warp - cleaner);
     } else {
-      ptx::registers_increase<240>();
+      ptx::registers_increase<consumer_registers>();
       consume(warpgroup - 1, split);
     }
+  }
+
+  /// TMA fills columns beyond an array's end with zeros more slowly than it loads them: chunks that have only such
+  /// columns are filled once.
+  __device__ __forceinline__ void zero_other_chunks() const {
+    const auto zero = [&](uint32 from, int bytes) {
+      for (int i = 16 * threadIdx.x; i < bytes; i += 16 * threads) ptx::store_zeros(from + i);
+    };
+    if constexpr (loaded_chunks < chunks) {
+      zero(shared + keys * loaded_chunks * 128, keys * (chunks - loaded_chunks) * 128);
+      for (int slot = 0; slot < stages; ++slot)
+        zero(q_of(slot) + queries * loaded_chunks * 128, queries * (chunks - loaded_chunks) * 128);
+    }
+    if constexpr (loaded_value_chunks < value_chunks) {
+      zero(shared + v_at + keys * loaded_value_chunks * 128, keys * (value_chunks - loaded_value_chunks) * 128);
+      for (int slot = 0; slot < stages; ++slot)
+        zero(dy_of(slot) + queries * loaded_value_chunks * 128, queries * (value_chunks - loaded_value_chunks) * 128);
+    }
+    if constexpr (loaded_chunks < chunks || loaded_value_chunks < value_chunks) ptx::fence_async_proxy();
   }
 
   __device__ __forceinline__ Walk<has_arrays> walk() const {
@@ -152,27 +179,31 @@ struct Backward {
   __device__ __forceinline__ void produce() const {
     Walk<has_arrays> tiles = walk();
     if (!tiles.next()) return;
-    ptx::mbarrier_arrive_expect(keys_loaded(), k_bytes + v_bytes);
+    ptx::mbarrier_arrive_expect(keys_loaded(), keys * (loaded_chunks + loaded_value_chunks) * 128);
 #pragma unroll
-    for (int c = 0; c < chunks; ++c)
+    for (int c = 0; c < loaded_chunks; ++c)
       ptx::tma_load(shared + c * keys * 128, p.k, keys_loaded(), 64 * c, key_head, key, batch);
 #pragma unroll
-    for (int c = 0; c < value_chunks; ++c)
+    for (int c = 0; c < loaded_value_chunks; ++c)
       ptx::tma_load(shared + v_at + c * keys * 128, p.v, keys_loaded(), 64 * c, key_head, key, batch);
     RingPosition<stages> at;
-    do {
-      const int row = tiles.tile * queries;
+    bool has_more = true;
+    while (has_more) {
+      const int tile = tiles.tile, row = tile * queries;
+      const bool hides = is_partial(tiles);
+      has_more = tiles.next();
 #pragma unroll 1
       for (int head = first_head; head < end_head; ++head) {
         const uint32 full = ring.full(at.slot);
         const long long statistics = (static_cast<long long>(batch) * p.heads + head) * p.padded_queries + row;
         ring.wait_empty(at);
-        ptx::mbarrier_arrive_expect(full, q_bytes + dy_bytes + vectors * vector_bytes);
+        ptx::store_word(step(at.slot), Step::of(tile, hides, !has_more && head + 1 == end_head).word);
+        ptx::mbarrier_arrive_expect(full, loaded_bytes);
 #pragma unroll
-        for (int c = 0; c < chunks; ++c)
+        for (int c = 0; c < loaded_chunks; ++c)
           ptx::tma_load(q_of(at.slot) + c * queries * 128, p.q, full, 64 * c, head, row, batch);
 #pragma unroll
-        for (int c = 0; c < value_chunks; ++c)
+        for (int c = 0; c < loaded_value_chunks; ++c)
           ptx::tma_load(dy_of(at.slot) + c * queries * 128, p.dy, full, 64 * c, head, row, batch);
         ptx::bulk_load(vector(at.slot, 0), p.lse + statistics, vector_bytes, full);
         ptx::bulk_load(vector(at.slot, 1), p.delta + statistics, vector_bytes, full);
@@ -189,7 +220,7 @@ struct Backward {
         }
         at.advance();
       }
-    } while (tiles.next());
+    }
   }
 
   // ---- the order of dq
@@ -249,53 +280,56 @@ struct Backward {
     Walk<has_arrays> tiles = walk();
     if (!tiles.next()) return;
     ptx::mbarrier_wait(keys_loaded(), 0);
-    uint32 key_marked[CleanKeys::own_words] = {};
-    CleanKeys::mark(shared, warp, key_marked);
-    CleanValues::mark(shared + v_at, warp, key_marked);
-    CleanKeys::clear(shared, warp, key_marked);
-    CleanValues::clear(shared + v_at, warp, key_marked);
-    CleanKeys::publish(key_marks(), warp, key_marked);
+    CleanKeys::begin(key_marks(), warp);
+    CleanKeys::mark(shared, key_marks(), warp);
+    CleanValues::mark(shared + v_at, key_marks(), warp);
+    CleanKeys::clear(shared, key_marks(), warp);
+    CleanValues::clear(shared + v_at, key_marks(), warp);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(keys_clean());
     ptx::mbarrier_wait(keys_clean(), 0);
     const bool marks_keys = has_marked_keys();
     RingPosition<stages> at;
+    Step now;
     do {
-      const bool cleans = marks_keys || tiles.is_partial();
-#pragma unroll 1
-      for (int head = first_head; head < end_head; ++head) {
-        ring.wait_full(at);
-        if (cleans) {
-          uint32 marked[CleanQueries::own_words] = {};
-          CleanQueries::mark(q_of(at.slot), warp, marked);
-          CleanCotangents::mark(dy_of(at.slot), warp, marked);
-          mark_statistics(at.slot, warp, marked);
-          CleanQueries::clear(q_of(at.slot), warp, marked);
-          CleanCotangents::clear(dy_of(at.slot), warp, marked);
-          CleanQueries::publish(marks(at.slot), warp, marked);
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(clean(at.slot));
-        at.advance();
+      ring.wait_full(at);
+      now = {ptx::load_word(step(at.slot))};
+      if (marks_keys || now.is_partial()) {
+        const uint32 to = marks(at.slot);
+        CleanQueries::begin(to, warp);
+        CleanQueries::mark(q_of(at.slot), to, warp);
+        CleanCotangents::mark(dy_of(at.slot), to, warp);
+        mark_statistics(at.slot, warp);
+        CleanQueries::clear(q_of(at.slot), to, warp);
+        CleanCotangents::clear(dy_of(at.slot), to, warp);
       }
-    } while (tiles.next());
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        ptx::mbarrier_arrive(clean(at.slot));
+        ptx::mbarrier_arrive(ring.empty(at.slot));
+      }
+      at.advance();
+    } while (!now.is_last());
   }
   /// Marks rows whose statistics are not numbers, and makes them those of a row that sees nothing.
-  __device__ __forceinline__ void mark_statistics(uint32 slot, int warp,
-                                                  uint32 (&marked)[CleanQueries::own_words]) const {
+  __device__ __forceinline__ void mark_statistics(uint32 slot, int warp) const {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int word = 0; word < CleanQueries::own_words; ++word) {
-      const int at = 4 * ((warp * CleanQueries::own_words + word) * 32 + lane);
+#pragma unroll 1
+    for (int word = 0; word < CleanQueries::words; ++word) {
+      const int at = 4 * ((warp * CleanQueries::words + word) * 32 + lane);
+      const uint32 to = CleanQueries::word_at(marks(slot), warp, word);
       const float lse = __int_as_float(ptx::load_word(vector(slot, 0) + at));
       const float delta = __int_as_float(ptx::load_word(vector(slot, 1) + at));
-      const bool is_marked = lse != lse || !(fabsf(delta) < infinity()) || (marked[word] >> lane & 1) != 0;
+      const bool is_marked = lse != lse || !(fabsf(delta) < infinity()) || (ptx::load_word(to) >> lane & 1) != 0;
+      const uint32 marked = __ballot_sync(0xFFFFFFFFu, is_marked);
+      if (marked == 0) continue;
       if (is_marked) {
         ptx::store_word(vector(slot, 0) + at, __float_as_int(infinity()));
         ptx::store_word(vector(slot, 1) + at, 0);
       }
-      marked[word] = __ballot_sync(0xFFFFFFFFu, is_marked);
+      if (lane == 0) ptx::store_word(to, marked);
     }
+    __syncwarp();
   }
   __device__ __forceinline__ bool has_marked_keys() const {
     uint32 any = 0;
@@ -351,10 +385,9 @@ struct Backward {
     RingPosition<stages> at;
     RingPosition<2> turn;
     uint32 buffer = 0;
-    Walk<has_arrays> tiles = walk();
-    bool has_next = tiles.next();
-    bool marks_keys = false;
-    if (has_next) {
+    bool has_more = walk().next(), marks_keys = false;
+    int head = first_head;
+    if (has_more) {
       ptx::mbarrier_wait(keys_loaded(), 0);
       if constexpr (has_arrays) {
         ptx::mbarrier_wait(keys_clean(), 0);
@@ -362,81 +395,80 @@ struct Backward {
       }
     }
 #pragma unroll 1
-    while (has_next) {
-      const int row = tiles.tile * queries, query_tile = tiles.tile;
-      const bool hides = is_partial(tiles) || marks_keys;
-      has_next = tiles.next();
-#pragma unroll 1
-      for (int head = first_head; head < end_head; ++head) {
-        const uint32 q = q_of(at.slot), dy = dy_of(at.slot);
-        const uint32 lse = vector(at.slot, 0) + lane % 4 * 8, delta = lse + vector_bytes;
-        float s[registers], dp[registers];
-        uint32 w[words], dw[words];
-        ring.wait_full(at);
-        if constexpr (has_arrays)
-          if (hides) ptx::mbarrier_wait(clean(at.slot), at.phase);
-        wgmma::fence();
-        over_columns<steps>(s, my_k, q);
-        over_columns<value_steps>(dp, my_v, dy);
-        wgmma::wait<1>();
-        wgmma::keep_behind_wait(s);
-        if constexpr (!scales_in_exponent) add_bias(s, head, row, my_key);
-        if (hides) hide(s, head, row, my_key, ids, at.slot);
+    while (has_more) {
+      const uint32 q = q_of(at.slot), dy = dy_of(at.slot);
+      const uint32 lse = vector(at.slot, 0) + lane % 4 * 8, delta = lse + vector_bytes;
+      float s[registers], dp[registers];
+      uint32 w[words], dw[words];
+      ring.wait_full(at);
+      const Step now = {ptx::load_word(step(at.slot))};
+      const int query_tile = now.tile(), row = query_tile * queries;
+      const bool hides = now.is_partial() || marks_keys;
+      has_more = !now.is_last();
+      if constexpr (has_arrays)
+        if (hides) ptx::mbarrier_wait(clean(at.slot), at.phase);
+      wgmma::fence();
+      over_columns<steps>(s, my_k, q);
+      over_columns<value_steps>(dp, my_v, dy);
+      wgmma::wait<1>();
+      wgmma::keep_behind_wait(s);
+      if constexpr (!scales_in_exponent) add_bias(s, head, row, my_key);
+      if (hides) hide(s, head, row, my_key, ids, at.slot);
 #pragma unroll
-        for (int j = 0; j < queries / 8; ++j) {
-          float l[2];
-          ptx::load_pair(lse + 32 * j, l[0], l[1]);
+      for (int j = 0; j < queries / 8; ++j) {
+        float l[2];
+        ptx::load_pair(lse + 32 * j, l[0], l[1]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
-        }
-#pragma unroll
-        for (int i = 0; i < words; ++i) w[i] = packed_pair<input>(s[2 * i], s[2 * i + 1]);
-        wgmma::fence();
-        over_queries(dv, w, dy + my_value_columns);
-        wgmma::wait<1>();  // dp^T; dv's product runs on
-        wgmma::keep_behind_wait(dp);
-#pragma unroll
-        for (int j = 0; j < queries / 8; ++j) {
-          float d[2];
-          ptx::load_pair(delta + 32 * j, d[0], d[1]);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int i = 4 * j + 2 * r;
-            // From p as it is rounded, where that saves the registers.
-            const float p0 = queries == 128 ? widened_half<input>(w[i / 2], 0) : s[i];
-            const float p1 = queries == 128 ? widened_half<input>(w[i / 2], 1) : s[i + 1];
-            dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
-          }
-        }
-        if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);  // dq of the tile before has read it
-#pragma unroll
-        for (int j = 0; j < queries / 8; j += 2) {
-          const uint32 four[4] = {dw[2 * j], dw[2 * j + 1], dw[2 * j + 2], dw[2 * j + 3]};
-          ptx::store_matrices(store_to + buffer + j / 8 * keys * 128 + ((j % 8 * 16 + store_column) ^ store_swizzle),
-                              four);
-        }
-        ptx::fence_async_proxy();
-        // All of ds that this consumer reads. Who is here has waited for its dq of the tile before, so that the buffer
-        // of that tile may be overwritten.
-        ptx::named_barrier_sync(is_wide ? ds_ready + consumer : ds_ready, is_wide ? 128 : 256);
-        wgmma::fence();
-        float dq[dq_registers];
-#pragma unroll
-        for (int step = 0; step < keys / 16; ++step)
-          wgmma::multiply<input, input, 1, 1>(dq, wgmma::descriptor<keys>(dq_a + buffer + step * 16 * 128),
-                                              wgmma::descriptor<keys>(dq_b + step * 16 * 128), step > 0);
-        wgmma::commit();
-        over_queries(dk, dw, q + my_columns);
-        wgmma::wait<1>();  // dq, and dv before it
-        wgmma::keep_behind_wait(dq);
-        wgmma::keep_behind_wait(dv);
-        add(dq, head, query_tile, consumer, turn);
-        wgmma::wait<0>();
-        wgmma::keep_behind_wait(dk);
-        if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
-        if constexpr (!is_wide) buffer ^= ds_bytes;
-        at.advance();
+        for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
       }
+#pragma unroll
+      for (int i = 0; i < words; ++i) w[i] = packed_pair<input>(s[2 * i], s[2 * i + 1]);
+      wgmma::fence();
+      over_queries(dv, w, dy + my_value_columns);
+      wgmma::wait<1>();  // dp^T; dv's product runs on
+      wgmma::keep_behind_wait(dp);
+#pragma unroll
+      for (int j = 0; j < queries / 8; ++j) {
+        float d[2];
+        ptx::load_pair(delta + 32 * j, d[0], d[1]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int i = 4 * j + 2 * r;
+          // From p as it is rounded, where that saves the registers.
+          const float p0 = queries == 128 ? widened_half<input>(w[i / 2], 0) : s[i];
+          const float p1 = queries == 128 ? widened_half<input>(w[i / 2], 1) : s[i + 1];
+          dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
+        }
+      }
+      if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);  // dq of the tile before has read it
+#pragma unroll
+      for (int j = 0; j < queries / 8; j += 2) {
+        const uint32 four[4] = {dw[2 * j], dw[2 * j + 1], dw[2 * j + 2], dw[2 * j + 3]};
+        ptx::store_matrices(store_to + buffer + j / 8 * keys * 128 + ((j % 8 * 16 + store_column) ^ store_swizzle),
+                            four);
+      }
+      ptx::fence_async_proxy();
+      // All of ds that this consumer reads. Who is here has waited for its dq of the tile before, so that the buffer
+      // of that tile may be overwritten.
+      ptx::named_barrier_sync(is_wide ? ds_ready + consumer : ds_ready, is_wide ? 128 : 256);
+      wgmma::fence();
+      float dq[dq_registers];
+#pragma unroll
+      for (int step = 0; step < keys / 16; ++step)
+        wgmma::multiply<input, input, 1, 1>(dq, wgmma::descriptor<keys>(dq_a + buffer + step * 16 * 128),
+                                            wgmma::descriptor<keys>(dq_b + step * 16 * 128), step > 0);
+      wgmma::commit();
+      over_queries(dk, dw, q + my_columns);
+      wgmma::wait<1>();  // dq, and dv before it
+      wgmma::keep_behind_wait(dq);
+      wgmma::keep_behind_wait(dv);
+      add(dq, head, query_tile, consumer, turn);
+      wgmma::wait<0>();
+      wgmma::keep_behind_wait(dk);
+      if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
+      if constexpr (!is_wide) buffer ^= ds_bytes;
+      if (++head == end_head) head = first_head;
+      at.advance();
     }
     store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
     store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split, 1.0f);
@@ -546,18 +578,19 @@ struct Backward {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int at_key = my_key + 8 * r;
-      if (at_key >= p.keys) continue;
       long long at = static_cast<long long>(batch) * p.keys + at_key;
       if constexpr (Config::is_split) at += static_cast<long long>(split) * p.batch * p.keys;
-      at = (at * p.key_heads + key_head) * width + column + 2 * (threadIdx.x % 4);
+      at = (at * p.key_heads + key_head) * width;
+      if constexpr (Config::is_split) {
+        if (at_key >= p.keys) continue;
 #pragma unroll
-      for (int j = 0; j < count / 4; ++j) {
-        if (column + 8 * j >= width) continue;
-        const float low = d[4 * j + 2 * r] * factor, high = d[4 * j + 2 * r + 1] * factor;
-        if constexpr (Config::is_split)
-          *reinterpret_cast<float2*>(static_cast<float*>(to) + at + 8 * j) = {low, high};
-        else
-          *reinterpret_cast<uint32*>(static_cast<unsigned short*>(to) + at + 8 * j) = packed_pair<input>(low, high);
+        for (int j = 0; j < count / 4; ++j)
+          if (column + 8 * j < width)
+            *reinterpret_cast<float2*>(static_cast<float*>(to) + at + column + 8 * j + 2 * (threadIdx.x % 4)) = {
+                d[4 * j + 2 * r] * factor, d[4 * j + 2 * r + 1] * factor};
+      } else {
+        store_row<input, width, count>(at_key < p.keys ? static_cast<unsigned short*>(to) + at : nullptr, column,
+                                       [&](int j, int c) { return d[4 * j + 2 * r + c] * factor; });
       }
     }
   }

@@ -1,13 +1,15 @@
 // Forward attention: y = softmax(scale q k^T + bias) v over the keys that a query sees (attention_masks.cuh), and the
 // log-sum-exp of its scores. FlashAttention-2 (arXiv 2307.08691), in the schedule of FlashAttention-3 (2407.08608).
 //
-// A CTA has 64 queries of one head for each consumer warpgroup, and goes over the tiles of keys that they see, the last
-// first. The producer loads tiles by TMA into two rings. A consumer's product of probabilities and values of one tile
-// runs under its exponentials of the next one, and consumers take turns on the tensor cores. Probabilities stay in
-// registers: the fragment of a result is that of a factor.
+// A piece of work is a tile of queries of one head, 64 for each consumer warpgroup, and all tiles of keys that they
+// see, the last first. CTAs are persistent and claim pieces (claims.cuh). The producer loads tiles by TMA into two
+// rings. A consumer's product of probabilities and values of one tile runs under its exponentials of the next one, and
+// consumers take turns on the tensor cores. Probabilities stay in registers: the fragment of a result is that of a
+// factor.
 #pragma once
 
 #include "attention_masks.cuh"
+#include "claims.cuh"
 
 namespace coda::attention {
 
@@ -15,10 +17,12 @@ struct ForwardParams {
   ptx::TensorMap q, k, v;  // (columns, heads, rows, batch), boxes of 64 columns of one head
   unsigned short* y;       // (batch, queries, heads, value width)
   float* lse;              // (batch, heads, queries)
+  int* claimed;            // how many pieces are claimed, 0
   Mask mask;
   int batch, queries, keys, heads, key_heads, padded_queries, padded_keys, tiles, words;
   int left, right;  // of a band
   Broadcast dense, bias;
+  int yields;  // whether a CTA ends when it has had its share of the pieces
   float scale;
 };
 
@@ -29,52 +33,58 @@ struct Forward {
   static constexpr DType input = Config::input;
   static constexpr int consumers = Config::consumers, stages = Config::stages, keys = Config::keys;
   static constexpr int rows = 64 * consumers, threads = 128 * (1 + consumers);
-  static constexpr int chunks = (Config::head + 63) / 64, value_chunks = (Config::value_head + 63) / 64;
+  static constexpr int chunks = (Config::head + 63) / 64,
+                       value_chunks = value_chunks_of((Config::value_head + 63) / 64);
   static constexpr int steps = (Config::head + 15) / 16;  // of a score's sum
-  static constexpr int value_columns = value_chunks == 3 ? 256 : 64 * value_chunks;
-  static constexpr int registers = keys / 2, words = keys / 4, outputs = value_columns / 2;
-  static constexpr int consumer_registers = consumers == 3 ? 160 : 240, producer_registers = 32;
+  static constexpr int registers = keys / 2, words = keys / 4, outputs = 32 * value_chunks;
   static constexpr bool has_arrays = Config::has_arrays, scales_in_exponent = !Config::has_bias;
+  static constexpr int consumer_registers = consumers == 3 ? 160 : has_arrays ? 232 : 240;
+  static constexpr int producer_registers = consumers == 3 ? 32 : has_arrays ? 40 : 24;
 
-  static constexpr int q_bytes = rows * chunks * 128, k_bytes = keys * chunks * 128;
-  static constexpr int v_bytes = keys * (value_columns / 64) * 128;
+  static constexpr int q_bytes = rows * chunks * 128, k_bytes = keys * chunks * 128,
+                       v_bytes = keys * value_chunks * 128;
   static constexpr int k_at = q_bytes, v_at = k_at + stages * k_bytes, rings_at = v_at + stages * v_bytes;
-  static constexpr int clean_at = rings_at + 2 * Ring<stages>::bytes + 8, marks_at = clean_at + 8 * stages + 8;
+  static constexpr int q_ring_at = rings_at + 2 * Ring<stages>::bytes, clean_at = q_ring_at + Ring<1>::bytes;
+  static constexpr int claims_at = clean_at + 8 * stages, steps_at = claims_at + Claims<1>::bytes;
+  static constexpr int marks_at = steps_at + 4 * stages;
   static constexpr int mark_bytes = keys / 8;
   static constexpr int shared_bytes = marks_at + (has_arrays ? stages * mark_bytes : 0) + 1024;  // aligned to 1024
-  using Clean = Cleaner<input, keys, value_columns / 64>;
+  using Clean = Cleaner<input, keys, value_chunks>;
   enum Warp { producer = 0, first_cleaner = 2 };
 
   const ForwardParams& p;
   const uint32 shared;
   const Ring<stages> k_ring, v_ring;
-  const uint32 q_barrier;
-  int head, batch, row;
+  const Ring<1> q_ring;
+  const Claims<1> claims;
 
   __device__ __forceinline__ Forward(const ForwardParams& p, uint32 shared)
       : p(p),
         shared(shared),
         k_ring{shared + rings_at},
         v_ring{shared + rings_at + Ring<stages>::bytes},
-        q_barrier(shared + rings_at + 2 * Ring<stages>::bytes) {}
+        q_ring{shared + q_ring_at},
+        claims{shared + claims_at} {}
 
   __device__ __forceinline__ uint32 clean(uint32 slot) const { return shared + clean_at + 8 * slot; }
+  __device__ __forceinline__ uint32 step(uint32 slot) const { return shared + steps_at + 4 * slot; }
+  __device__ __forceinline__ Step step_at(RingPosition<stages> at) const {
+    k_ring.wait_full(at);
+    return {ptx::load_word(step(at.slot))};
+  }
   __device__ __forceinline__ uint32 marks(uint32 slot) const { return shared + marks_at + mark_bytes * slot; }
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       k_ring.init(1, 4 * consumers);
-      v_ring.init(1, 4 * consumers);
-      ptx::mbarrier_init(q_barrier, 1);
+      v_ring.init(1, 4 * consumers + (has_arrays ? 2 : 0));
+      q_ring.init(1, 4 * consumers);
+      claims.init();
       if constexpr (has_arrays)
         for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 2);
       ptx::mbarrier_init_fence();
+      for (const ptx::TensorMap* map : {&p.q, &p.k, &p.v}) ptx::tma_prefetch_map(*map);
     }
-    // Heads fastest, so that those of one head of keys run together; of causal rows the longest first.
-    int i = blockIdx.x;
-    head = i % p.heads, i /= p.heads;
-    batch = i % p.batch, i /= p.batch;
-    row = (p.tiles - 1 - i) * rows;
     __syncthreads();
     ptx::wait_for_earlier_kernels();
     ptx::launch_dependents();
@@ -90,31 +100,63 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ Walk<has_arrays> walk() const {
+  struct Piece {
+    int head, batch, row;
+  };
+  /// Heads fastest, so that those of one head of keys run together; of causal rows the longest first.
+  __device__ __forceinline__ Piece piece(int i) const {
+    const int rest = i / p.heads, tile = rest / p.batch;
+    return {i - rest * p.heads, rest - tile * p.batch, (p.tiles - 1 - tile) * rows};
+  }
+  __device__ __forceinline__ int pieces() const { return p.heads * p.batch * p.tiles; }
+
+  __device__ __forceinline__ Walk<has_arrays> walk(const Piece& at) const {
     if constexpr (has_arrays)
-      return Walk<true>(p.mask, static_cast<long long>(batch) * p.tiles + row / rows, p.words);
+      return Walk<true>(p.mask, static_cast<long long>(at.batch) * p.tiles + at.row / rows, p.words);
     else
-      return Walk<false>(BandTiles(row, min(row + rows, p.queries) - 1, p.left, p.right, keys, p.keys));
+      return Walk<false>(BandTiles(at.row, min(at.row + rows, p.queries) - 1, p.left, p.right, keys, p.keys));
   }
 
   __device__ __forceinline__ void produce() const {
-    Walk<has_arrays> tiles = walk();
+    const int grid = gridDim.x, most = p.yields ? (pieces() + grid - 1) / grid : pieces();
     RingPosition<stages> at;
-    const int key_head = head / (p.heads / p.key_heads);
-    if (!tiles.next()) return;
-    ptx::mbarrier_arrive_expect(q_barrier, q_bytes);
+    RingPosition<1> q_at;
+    int next = blockIdx.x, end = 0;
+#pragma unroll 1
+    for (int i = 0; i < most && next < pieces(); ++i) {
+      const int claimed = next;
+      // One piece ahead, so that the answer is there in time.
+      if (i + 1 < most) next = grid + atomicAdd(p.claimed, 1);
+      const Piece work = piece(claimed);
+      Walk<has_arrays> tiles = walk(work);
+      bool has_more = tiles.next();
+      claims.send(i, 2 * claimed + has_more);
+      q_ring.wait_empty(q_at);
+      ptx::mbarrier_arrive_expect(q_ring.full(0), q_bytes);
 #pragma unroll
-    for (int c = 0; c < chunks; ++c) ptx::tma_load(shared + c * rows * 128, p.q, q_barrier, 64 * c, head, row, batch);
-    do {
-      load<chunks, k_bytes>(k_ring, at, p.k, k_at, key_head, tiles.tile);
-      load<value_columns / 64, v_bytes>(v_ring, at, p.v, v_at, key_head, tiles.tile);
-      at.advance();
-    } while (tiles.next());
+      for (int c = 0; c < chunks; ++c)
+        ptx::tma_load(shared + c * rows * 128, p.q, q_ring.full(0), 64 * c, work.head, work.row, work.batch);
+      q_at.advance();
+      const int key_head = work.head / (p.heads / p.key_heads);
+#pragma unroll 1
+      while (has_more) {
+        const int tile = tiles.tile;
+        const bool is_partial = tiles.is_partial();
+        has_more = tiles.next();
+        k_ring.wait_empty(at);
+        ptx::store_word(step(at.slot), Step::of(tile, is_partial, !has_more).word);
+        load<chunks, k_bytes>(k_ring, at, p.k, k_at, key_head, tile, work.batch);
+        v_ring.wait_empty(at);
+        load<value_chunks, v_bytes>(v_ring, at, p.v, v_at, key_head, tile, work.batch);
+        at.advance();
+      }
+      end = i + 1;
+    }
+    claims.send(end, -1);
   }
   template <int chunks, int bytes>
   __device__ __forceinline__ void load(const Ring<stages>& ring, RingPosition<stages> at, const ptx::TensorMap& map,
-                                       int offset, int key_head, int tile) const {
-    ring.wait_empty(at);
+                                       int offset, int key_head, int tile, int batch) const {
     ptx::mbarrier_arrive_expect(ring.full(at.slot), bytes);
 #pragma unroll
     for (int c = 0; c < chunks; ++c)
@@ -124,21 +166,28 @@ struct Forward {
 
   /// One of two warps: values of tiles that are seen in part.
   __device__ __forceinline__ void clean_values(int warp) const {
-    Walk<has_arrays> tiles = walk();
     RingPosition<stages> at;
 #pragma unroll 1
-    while (tiles.next()) {
-      v_ring.wait_full(at);
-      if (tiles.is_partial()) {
-        uint32 marked[Clean::own_words] = {};
-        const uint32 tile = shared + v_at + at.slot * v_bytes;
-        Clean::mark(tile, warp, marked);
-        Clean::clear(tile, warp, marked);
-        Clean::publish(marks(at.slot), warp, marked);
+    for (int i = 0;; ++i) {
+      const int claimed = claims.wait(i);
+      if (claimed < 0) break;
+      Walk<has_arrays> tiles = walk(piece(claimed / 2));
+#pragma unroll 1
+      while (tiles.next()) {
+        v_ring.wait_full(at);
+        if (tiles.is_partial()) {
+          const uint32 tile = shared + v_at + at.slot * v_bytes;
+          Clean::begin(marks(at.slot), warp);
+          Clean::mark(tile, marks(at.slot), warp);
+          Clean::clear(tile, marks(at.slot), warp);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+          ptx::mbarrier_arrive(clean(at.slot));
+          ptx::mbarrier_arrive(v_ring.empty(at.slot));
+        }
+        at.advance();
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(clean(at.slot));
-      at.advance();
     }
   }
 
@@ -162,13 +211,14 @@ struct Forward {
       wgmma::multiply_fragment<input, 1>(o, w + 4 * step, wgmma::descriptor<keys>(v + step * 16 * 128), 1);
     wgmma::commit();
   }
-  __device__ __forceinline__ void release(const Ring<stages>& ring, int slot) const {
+  template <class AnyRing>
+  __device__ __forceinline__ void release(const AnyRing& ring, int slot) const {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty(slot));
   }
 
-  /// The keys that rows my_row and 8 more see.
+  /// The keys that a query sees.
   using SeenBy = Seen<Config::has_second>;
-  __device__ __forceinline__ SeenBy seen_by(int query) const {
+  __device__ __forceinline__ SeenBy seen_by(int query, int batch) const {
     if constexpr (has_arrays) {
       const int at = min(query, p.queries - 1);
       constexpr int count = Config::has_second ? 4 : 2;
@@ -182,46 +232,47 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ void add_bias(float (&s)[registers], int tile, int my_row) const {
+  __device__ __forceinline__ void add_bias(float (&s)[registers], int tile, int my_row, const Piece& work) const {
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < registers; ++i) {
       const int query = min(my_row + 8 * (i / 2 % 2), p.queries - 1);
       const int key = min(lane_key + 8 * (i / 4) + i % 2, p.keys - 1);
-      const Word bias = load_word<Config::bias_type>(p.mask.bias, p.bias.index(batch, head, query, key));
+      const Word bias = load_word<Config::bias_type>(p.mask.bias, p.bias.index(work.batch, work.head, query, key));
       s[i] = fmaf(s[i], p.scale, bias.f);
     }
   }
 
   /// Scores of a tile that is seen in part.
-  __device__ __forceinline__ void hide(float (&s)[registers], int tile, int my_row, const SeenBy (&seen)[2],
-                                       const int (&ids)[2], RingPosition<stages> at) const {
+  __device__ __forceinline__ void hide(float (&s)[registers], int tile, int my_row, const Piece& work,
+                                       const SeenBy (&seen)[2], const int (&ids)[2]) const {
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < registers; ++i) {
       const int key = lane_key + 8 * (i / 4) + i % 2, r = i / 2 % 2;
       bool is_seen = seen[r](key);
-      if constexpr (Config::has_ids) {
-        is_seen = is_seen && p.mask.key_ids[static_cast<long long>(batch) * p.padded_keys + key] == ids[r];
-      }
+      if constexpr (Config::has_ids)
+        is_seen = is_seen && p.mask.key_ids[static_cast<long long>(work.batch) * p.padded_keys + key] == ids[r];
       if constexpr (Config::has_dense) {
         const int query = min(my_row + 8 * r, p.queries - 1);
-        is_seen = is_seen && p.mask.dense[p.dense.index(batch, head, query, min(key, p.keys - 1))] != 0;
+        is_seen = is_seen && p.mask.dense[p.dense.index(work.batch, work.head, query, min(key, p.keys - 1))] != 0;
       }
       if (!is_seen) s[i] = masked_score;
     }
-    if constexpr (has_arrays) {
-      ptx::mbarrier_wait(clean(at.slot), at.phase);
-      uint32 marked[keys / 32], any = 0;
+  }
+  /// Probabilities of a tile that is seen in part, when its values are clean: those of marked rows become NaN.
+  __device__ __forceinline__ void mark(uint32 (&w)[words], RingPosition<stages> at) const {
+    ptx::mbarrier_wait(clean(at.slot), at.phase);
+    uint32 marked[keys / 32], any = 0;
 #pragma unroll
-      for (int word = 0; word < keys / 32; ++word) any |= marked[word] = ptx::load_word(marks(at.slot) + 4 * word);
-      if (any != 0) {
+    for (int word = 0; word < keys / 32; ++word) any |= marked[word] = ptx::load_word(marks(at.slot) + 4 * word);
+    if (any == 0) return;
 #pragma unroll
-        for (int i = 0; i < registers; ++i) {
-          const int key = 8 * (i / 4) + i % 2 + 2 * (threadIdx.x % 4);
-          if (s[i] != masked_score && (marked[i / 16] >> key % 32 & 1) != 0) s[i] = not_a_number();
-        }
-      }
+    for (int i = 0; i < words; ++i) {
+      const int key = 8 * (i / 2) + 2 * (threadIdx.x % 4);
+      const uint32 both = marked[i / 8] >> key % 32;
+      if ((both & 1) != 0 && (w[i] & 0xFFFFu) != 0) w[i] |= 0x7FFFu;
+      if ((both & 2) != 0 && (w[i] >> 16) != 0) w[i] |= 0x7FFF0000u;
     }
   }
 
@@ -254,25 +305,38 @@ struct Forward {
   }
 
   __device__ __forceinline__ void consume(int consumer) const {
+    RingPosition<stages> at;
+    RingPosition<1> q_at;
+    if (consumer == consumers - 1) next_turn(consumer);
+#pragma unroll 1
+    for (int i = 0;; ++i) {
+      const int claimed = claims.wait(i);
+      if (claimed < 0) break;
+      attend(consumer, piece(claimed / 2), claimed % 2 != 0, at, q_at);
+    }
+  }
+
+  __device__ __forceinline__ void attend(int consumer, const Piece& work, bool has_tiles, RingPosition<stages>& at,
+                                         RingPosition<1>& q_at) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int my_row = row + 64 * consumer + 16 * warp + lane / 4;
+    const int my_row = work.row + 64 * consumer + 16 * warp + lane / 4;
     const float unit = scales_in_exponent ? p.scale * log2_e : log2_e;
     float s[registers], o[outputs], maximum[2] = {masked_score, masked_score}, total[2] = {0, 0}, factor[2];
     uint32 w[words];
 #pragma unroll
     for (int i = 0; i < outputs; ++i) o[i] = 0;
-    Walk<has_arrays> tiles = walk();
-    if (tiles.next()) {
-      const SeenBy seen[2] = {seen_by(my_row), seen_by(my_row + 8)};
+    q_ring.wait_full(q_at);
+    q_at.advance();
+    if (!has_tiles) {
+      release(q_ring, 0);
+    } else {
+      const SeenBy seen[2] = {seen_by(my_row, work.batch), seen_by(my_row + 8, work.batch)};
       int ids[2] = {};
       if constexpr (Config::has_ids)
         for (int r = 0; r < 2; ++r)
-          ids[r] =
-              p.mask.query_ids[static_cast<long long>(batch) * p.padded_queries + min(my_row + 8 * r, p.queries - 1)];
-      RingPosition<stages> at;
-      if (consumer == consumers - 1) next_turn(consumer);
-      ptx::mbarrier_wait(q_barrier, 0);
-      k_ring.wait_full(at);
+          ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * p.padded_queries +
+                                    min(my_row + 8 * r, p.queries - 1)];
+      Step step = step_at(at);
       my_turn(consumer);
       wgmma::fence();
       scores(s, consumer, at.slot);
@@ -280,15 +344,17 @@ struct Forward {
       wgmma::wait<0>();
       wgmma::keep_behind_wait(s);
       release(k_ring, at.slot);
-      if constexpr (!scales_in_exponent) add_bias(s, tiles.tile, my_row);
-      if (tiles.is_partial()) hide(s, tiles.tile, my_row, seen, ids, at);
+      if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
+      if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, ids);
       exponentials(s, maximum, total, factor, unit);
       pack(s, w);
 #pragma unroll 1
-      while (tiles.next()) {
+      while (!step.is_last()) {
         RingPosition<stages> next = at;
         next.advance();
-        k_ring.wait_full(next);
+        if constexpr (has_arrays)
+          if (step.is_partial()) mark(w, at);
+        step = step_at(next);
         my_turn(consumer);
         wgmma::fence();
         scores(s, consumer, next.slot);
@@ -298,8 +364,8 @@ struct Forward {
         wgmma::wait<1>();
         wgmma::keep_behind_wait(s);
         release(k_ring, next.slot);
-        if constexpr (!scales_in_exponent) add_bias(s, tiles.tile, my_row);
-        if (tiles.is_partial()) hide(s, tiles.tile, my_row, seen, ids, next);
+        if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
+        if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, ids);
         exponentials(s, maximum, total, factor, unit);
         wgmma::wait<0>();
         wgmma::keep_behind_wait(o);
@@ -309,6 +375,9 @@ struct Forward {
         for (int i = 0; i < outputs; ++i) o[i] *= factor[i / 2 % 2];
         at = next;
       }
+      release(q_ring, 0);
+      if constexpr (has_arrays)
+        if (step.is_partial()) mark(w, at);
       v_ring.wait_full(at);
       wgmma::fence();
       sums(o, w, at.slot);
@@ -319,28 +388,27 @@ struct Forward {
       }
       wgmma::wait<0>();
       wgmma::keep_behind_wait(o);
+      release(v_ring, at.slot);
+      at.advance();
     }
-    store(o, total, maximum, my_row, unit);
+    store(o, total, maximum, my_row, work, unit);
   }
 
   /// y of the tile and the rows' log-sum-exps: 0 and -infinity for a row that has seen nothing.
   __device__ __forceinline__ void store(const float (&o)[outputs], const float (&total)[2], const float (&maximum)[2],
-                                        int my_row, float unit) const {
+                                        int my_row, const Piece& work, float unit) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = my_row + 8 * r;
-      if (query >= p.queries) continue;
       const bool has_seen = maximum[r] != masked_score || total[r] != total[r];
-      const float inverse = 1.0f / total[r];
+      const float inverse = has_seen ? 1.0f / total[r] : 0.0f;
       unsigned short* to =
-          p.y + ((static_cast<long long>(batch) * p.queries + query) * p.heads + head) * Config::value_head;
-#pragma unroll
-      for (int j = 0; j < Config::value_head / 8; ++j) {
-        const uint32 pair = packed_pair<input>(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
-        *reinterpret_cast<uint32*>(to + 8 * j + 2 * (threadIdx.x % 4)) = has_seen ? pair : 0;
-      }
-      if (threadIdx.x % 4 == 0)
-        p.lse[(static_cast<long long>(batch) * p.heads + head) * p.queries + query] =
+          p.y + ((static_cast<long long>(work.batch) * p.queries + query) * p.heads + work.head) * Config::value_head;
+      store_row<input, Config::value_head, outputs>(query < p.queries ? to : nullptr, 0, [&](int j, int c) {
+        return has_seen ? o[4 * j + 2 * r + c] * inverse : 0.0f;
+      });
+      if (threadIdx.x % 4 == 0 && query < p.queries)
+        p.lse[(static_cast<long long>(work.batch) * p.heads + work.head) * p.queries + query] =
             has_seen ? (maximum[r] * unit + log2f(total[r])) / log2_e : -infinity();
     }
   }

@@ -100,6 +100,19 @@ struct Walk<true> {
   __device__ __forceinline__ bool is_partial() const { return (full_bits >> (tile % 32) & 1) == 0; }
 };
 
+/// What the producer says about a step with its tiles, so that consumers keep no walk: a tile's number, whether it is
+/// seen in part, and whether it is the last one.
+struct Step {
+  int word;
+
+  __device__ __forceinline__ static Step of(int tile, bool is_partial, bool is_last) {
+    return {tile | (is_partial ? 1 << 29 : 0) | (is_last ? 1 << 30 : 0)};
+  }
+  __device__ __forceinline__ int tile() const { return word & ((1 << 29) - 1); }
+  __device__ __forceinline__ bool is_partial() const { return (word & 1 << 29) != 0; }
+  __device__ __forceinline__ bool is_last() const { return (word & 1 << 30) != 0; }
+};
+
 /// How many tiles before `tile` are listed: called by a whole warp.
 __device__ __forceinline__ int tiles_before(const uint32* needed, int tile) {
   int count = 0;
@@ -136,56 +149,65 @@ __device__ __forceinline__ uint32 exponent_carries(uint32 word) {
   return (word & exponents) + ones;
 }
 
-/// The rows of a tile in shared memory, `chunks` chunks of `rows` rows of 128 bytes, which one of the two warps cleans:
-/// its bits mark the rows that were not finite.
+/// One of the two warps that clean tiles in shared memory: `chunks` chunks of `rows` rows of 128 bytes, of which each
+/// warp has half of the rows. A bit of `marks` is a row that was not finite. Registers are few here: see the kernels.
 template <DType input, int rows, int chunks>
 struct Cleaner {
-  static constexpr int words = rows / 32, own_words = words / 2;
+  static constexpr int words = rows / 64;  // of marks, of this warp
   static_assert(rows % 64 == 0, "each of two warps has whole words of rows");
 
-  /// Marks rows of `tile` in `marks`, in addition to those that are marked.
-  __device__ __forceinline__ static void mark(uint32 tile, int warp, uint32 (&marks)[own_words]) {
+  __device__ __forceinline__ static uint32 word_at(uint32 marks, int warp, int word) {
+    return marks + 4 * (warp * words + word);
+  }
+  __device__ __forceinline__ static void begin(uint32 marks, int warp) {
+    if (threadIdx.x % 32 < words) ptx::store_word(word_at(marks, warp, threadIdx.x % 32), 0);
+    __syncwarp();
+  }
+  /// Marks rows of `tile`, in addition to those that are marked.
+  __device__ __forceinline__ static void mark(uint32 tile, uint32 marks, int warp) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int word = 0; word < own_words; ++word) {
+    uint32 from = tile + warp * words * 32 * 128 + lane * 16;
+#pragma unroll 1
+    for (int word = 0; word < words; ++word) {
       uint32 marked = 0;
 #pragma unroll 1
-      for (int group = 0; group < 8; ++group) {  // of four rows, eight lanes each
-        const uint32 from = tile + ((warp * own_words + word) * 32 + group * 4) * 128 + lane * 16;
+      for (int group = 0; group < 32; group += 4, from += 4 * 128) {  // of four rows, eight lanes each
         uint32 carries = 0;
-#pragma unroll
+#pragma unroll 2
         for (int chunk = 0; chunk < chunks; ++chunk) {
           const int4 some = ptx::load_16_bytes(from + chunk * rows * 128);
           carries |= exponent_carries<input>(some.x) | exponent_carries<input>(some.y) |
                      exponent_carries<input>(some.z) | exponent_carries<input>(some.w);
         }
         const uint32 lanes = __ballot_sync(0xFFFFFFFFu, (carries & 0x80008000u) != 0);
-#pragma unroll
-        for (int row = 0; row < 4; ++row) marked |= ((lanes >> 8 * row & 0xFF) != 0 ? 1u : 0u) << (group * 4 + row);
+        if (lanes == 0) continue;
+        for (int row = 0; row < 4; ++row)
+          if ((lanes >> 8 * row & 0xFF) != 0) marked |= 1u << (group + row);
       }
-      marks[word] |= marked;
+      if (marked != 0 && lane == 0) {
+        const uint32 to = word_at(marks, warp, word);
+        ptx::store_word(to, ptx::load_word(to) | marked);
+      }
     }
+    __syncwarp();
   }
   /// Replaces marked rows of `tile` by zeros.
-  __device__ __forceinline__ static void clear(uint32 tile, int warp, const uint32 (&marks)[own_words]) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int word = 0; word < own_words; ++word) {
+  __device__ __forceinline__ static void clear(uint32 tile, uint32 marks, int warp) {
 #pragma unroll 1
-      for (uint32 left = marks[word]; left != 0; left &= left - 1) {
-        const int row = (warp * own_words + word) * 32 + __ffs(left) - 1;
-        for (int piece = lane; piece < 8 * chunks; piece += 32)
-          ptx::store_zeros(tile + piece / 8 * rows * 128 + row * 128 + piece % 8 * 16);
+    for (int word = 0; word < words; ++word) {
+#pragma unroll 1
+      for (uint32 left = ptx::load_word(word_at(marks, warp, word)); left != 0; left &= left - 1) {
+        const uint32 row = tile + ((warp * words + word) * 32 + __ffs(left) - 1) * 128;
+#pragma unroll 1
+        for (int piece = threadIdx.x % 32; piece < 8 * chunks; piece += 32)
+          ptx::store_zeros(row + piece / 8 * rows * 128 + piece % 8 * 16);
       }
     }
     ptx::fence_async_proxy();
   }
-  __device__ __forceinline__ static void publish(uint32 to, int warp, const uint32 (&marks)[own_words]) {
-    if (threadIdx.x % 32 == 0)
-#pragma unroll
-      for (int word = 0; word < own_words; ++word) ptx::store_word(to + 4 * (warp * own_words + word), marks[word]);
-  }
 };
+
+// ---- values of 16 bits, two in a word
 
 template <DType input>
 __device__ __forceinline__ uint32 packed_pair(float low, float high) {
@@ -197,6 +219,41 @@ __device__ __forceinline__ float widened_half(uint32 word, int half) {
     return __uint_as_float(half ? word & 0xFFFF0000u : word << 16);
   else
     return ptx::f16_to_float(static_cast<ptx::uint16>(half ? word >> 16 : word));
+}
+
+/// Four lanes have a pair of each of four groups of 8 columns; then each has the four pairs of one group.
+__device__ __forceinline__ void exchange_in_quad(uint32 (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool is_upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int low = 0; low < 4; ++low) {
+      if ((low & step) != 0) continue;
+      const uint32 other = __shfl_xor_sync(0xFFFFFFFFu, is_upper ? words[low] : words[low + step], step);
+      (is_upper ? words[low] : words[low + step]) = other;
+    }
+  }
+}
+
+/// Stores columns `column` and on of a row of `width`, 16 bytes a lane, from `count` / 4 groups of 8 of an accumulator:
+/// value(j, c) is the lane's value c of group j. All lanes of a warp call it; a row that is null is not stored.
+template <DType input, int width, int count, class Value>
+__device__ __forceinline__ void store_row(unsigned short* row, int column, const Value& value) {
+  constexpr int groups = count / 4;
+#pragma unroll
+  for (int j = 0; j < groups; j += 4) {
+    uint32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = packed_pair<input>(value(j + i, 0), value(j + i, 1));
+    exchange_in_quad(words);
+    const int at = column + 8 * (j + threadIdx.x % 4);
+    if (row != nullptr && at < width) *reinterpret_cast<uint4*>(row + at) = {words[0], words[1], words[2], words[3]};
+  }
+}
+
+/// Chunks of 64 columns of an accumulator: one, two or four.
+CODA_CONSTEXPR int value_chunks_of(int chunks) {
+  return chunks == 3 ? 4 : chunks;
 }
 
 }  // namespace coda::attention

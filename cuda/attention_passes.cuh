@@ -12,43 +12,71 @@ struct PrepareParams {
   int batch, queries, heads, padded_queries;
 };
 
-/// lse log2(e), and the sum of y dy less the log-sum-exp's cotangent, a warp a row and head. A row that sees nothing,
-/// and one that is padding, gets infinity and 0: its probabilities are then 0.
+/// lse log2(e), and the sum of y dy less the log-sum-exp's cotangent. A row that sees nothing, and one that is padding,
+/// gets infinity and 0: its probabilities are then 0.
 template <class Config>
-__device__ __forceinline__ void prepare(const PrepareParams& p) {
-  constexpr int width = Config::value_head;
-  ptx::wait_for_earlier_kernels();
-  ptx::launch_dependents();
-  const int lane = threadIdx.x % 32;
-  long long i = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int head = i % p.heads;
-  i /= p.heads;
-  const int row = i % p.padded_queries, batch = i / p.padded_queries;
-  if (batch >= p.batch) return;
-  const long long to = (static_cast<long long>(batch) * p.heads + head) * p.padded_queries + row;
-  float lse = -infinity(), delta = 0;
-  if (row < p.queries) {
-    const long long from = (static_cast<long long>(batch) * p.heads + head) * p.queries + row;
-    const long long values = ((static_cast<long long>(batch) * p.queries + row) * p.heads + head) * (width / 2);
-    const uint32* y = reinterpret_cast<const uint32*>(p.y) + values;
-    const uint32* dy = reinterpret_cast<const uint32*>(p.dy) + values;
-    lse = p.lse[from];
+struct Prepare {
+  static constexpr int width = Config::value_head, threads = 256, rows = 32, heads = 8;  // of a block
+  static constexpr int lanes = width <= 64 ? 8 : width <= 128 ? 16 : 32;                 // of a row, 8 columns each
+  static constexpr int at_once = threads / lanes, turns = rows * heads / at_once, unrolled = 8;
+
+  __device__ __forceinline__ static void run(const PrepareParams& p) {
+    __shared__ float sums[heads][rows + 1];
+    ptx::wait_for_earlier_kernels();
+    ptx::launch_dependents();
+    const int blocks_of_heads = (p.heads + heads - 1) / heads, blocks_of_rows = p.padded_queries / rows;
+    int i = blockIdx.x;
+    const int first_head = i % blocks_of_heads * heads;
+    i /= blocks_of_heads;
+    const int first_row = i % blocks_of_rows * rows, batch = i / blocks_of_rows;
+    const int lane = threadIdx.x % lanes, column = 8 * lane;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; turn += unrolled) {
+      uint4 y[unrolled], dy[unrolled];
 #pragma unroll
-    for (int c = 0; c < (width / 2 + 31) / 32; ++c) {
-      if (lane + 32 * c >= width / 2) break;
-      const uint32 a = y[lane + 32 * c], b = dy[lane + 32 * c];
-      delta = fmaf(widened_half<Config::input>(a, 0), widened_half<Config::input>(b, 0), delta);
-      delta = fmaf(widened_half<Config::input>(a, 1), widened_half<Config::input>(b, 1), delta);
+      for (int u = 0; u < unrolled; ++u) {
+        const int one = (turn + u) * at_once + threadIdx.x / lanes;
+        const int head = first_head + one % heads, row = first_row + one / heads;
+        y[u] = dy[u] = {0, 0, 0, 0};
+        if (row < p.queries && head < p.heads && column < width) {
+          const long long at = ((static_cast<long long>(batch) * p.queries + row) * p.heads + head) * width + column;
+          y[u] = *reinterpret_cast<const uint4*>(p.y + at);
+          dy[u] = *reinterpret_cast<const uint4*>(p.dy + at);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < unrolled; ++u) {
+        float sum = dot(y[u].x, dy[u].x) + dot(y[u].y, dy[u].y) + dot(y[u].z, dy[u].z) + dot(y[u].w, dy[u].w);
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+        const int one = (turn + u) * at_once + threadIdx.x / lanes;
+        if (lane == 0) sums[one % heads][one / heads] = sum;
+      }
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) delta += __shfl_xor_sync(0xFFFFFFFFu, delta, step);
-    delta -= p.dlse[from];
-  }
-  if (lane == 0) {
+    __syncthreads();
+    const int head = first_head + threadIdx.x / rows, row = first_row + threadIdx.x % rows;
+    if (head >= p.heads) return;
+    const long long of_head = static_cast<long long>(batch) * p.heads + head;
+    float lse = -infinity(), delta = 0;
+    if (row < p.queries) {
+      lse = p.lse[of_head * p.queries + row];
+      delta = sums[threadIdx.x / rows][threadIdx.x % rows] - p.dlse[of_head * p.queries + row];
+    }
     const bool sees_nothing = lse == -infinity();
-    p.lse_2[to] = sees_nothing ? infinity() : lse == infinity() ? not_a_number() : lse * log2_e;
-    p.delta[to] = sees_nothing ? 0 : delta;
+    p.lse_2[of_head * p.padded_queries + row] = sees_nothing        ? infinity()
+                                                : lse == infinity() ? not_a_number()
+                                                                    : lse * log2_e;
+    p.delta[of_head * p.padded_queries + row] = sees_nothing ? 0 : delta;
   }
+  __device__ __forceinline__ static float dot(uint32 a, uint32 b) {
+    return fmaf(widened_half<Config::input>(a, 0), widened_half<Config::input>(b, 0),
+                widened_half<Config::input>(a, 1) * widened_half<Config::input>(b, 1));
+  }
+};
+
+template <class Config>
+__device__ __forceinline__ void prepare(const PrepareParams& params) {
+  Prepare<Config>::run(params);
 }
 
 struct FinishParams {
@@ -76,18 +104,20 @@ __device__ __forceinline__ void finish_dq(const FinishParams& p) {
   const int head = i % p.heads, batch = i / p.heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = tile * queries + (queries == 128 ? 64 * half : 0) + 16 * warp + lane / 4;
-  const int column = (queries == 128 ? 0 : 2 * registers * half) + 2 * (lane % 4);
+  const int column = queries == 128 ? 0 : 2 * registers * half;
+  float4 x[registers / 4];
 #pragma unroll
   for (int j = 0; j < registers / 4; ++j) {
-    if (column + 8 * j >= Config::head) continue;
-    float4 x = {0, 0, 0, 0};
-    if (is_written) x = from[j * 128 + threadIdx.x];
-    unsigned short* to =
-        p.dq + ((static_cast<long long>(batch) * p.queries + row) * p.heads + head) * Config::head + column + 8 * j;
-    if (row < p.queries) *reinterpret_cast<uint32*>(to) = packed_pair<Config::input>(x.x * p.scale, x.y * p.scale);
-    if (row + 8 < p.queries)
-      *reinterpret_cast<uint32*>(to + 8ll * p.heads * Config::head) =
-          packed_pair<Config::input>(x.z * p.scale, x.w * p.scale);
+    x[j] = {0, 0, 0, 0};
+    if (is_written && column + 8 * j < Config::head) x[j] = from[j * 128 + threadIdx.x];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int query = row + 8 * r;
+    unsigned short* to = p.dq + ((static_cast<long long>(batch) * p.queries + query) * p.heads + head) * Config::head;
+    store_row<Config::input, Config::head, registers>(query < p.queries ? to : nullptr, column, [&](int j, int c) {
+      return p.scale * (r == 0 ? (c == 0 ? x[j].x : x[j].y) : (c == 0 ? x[j].z : x[j].w));
+    });
   }
 }
 
