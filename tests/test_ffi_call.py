@@ -51,7 +51,7 @@ def cuda_text(f, *args) -> str:
 def test_both_sides_name_the_same_attributes():
     """XLA hands them over sorted by name, as the handler reads them."""
     (equation,) = jax.make_jaxpr(product)(A, B).eqns
-    assert tuple(sorted(dict(equation.params["attributes"]))) == ffi._ffi.ATTRIBUTES
+    assert tuple(sorted(dict(equation.params["attributes"]))) == ffi._ffi.ATTRIBUTES[ffi.TARGET]
 
 
 def test_custom_call_carries_everything():
@@ -124,7 +124,7 @@ def test_export_with_a_symbolic_size():
 def on_cpu(monkeypatch):
     """Routes gemm_call to the CPU backend: instantiate runs there, initialize and execute want a GPU."""
     name = "coda_gemm_on_cpu"
-    jax.ffi.register_ffi_target(name, ffi._ffi.handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(name, ffi._ffi.handlers()[ffi.TARGET], platform="cpu")
     monkeypatch.setattr(ffi, "TARGET", name)
 
 

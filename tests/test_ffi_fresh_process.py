@@ -20,8 +20,9 @@ import jax, jax.numpy as jnp
 from jax import export
 from coda_jax import ffi
 
+stages = ffi._ffi.handlers()[ffi.TARGET]
 ffi.TARGET = "coda_gemm_on_cpu"
-jax.ffi.register_ffi_target(ffi.TARGET, ffi._ffi.handlers(), platform="cpu")
+jax.ffi.register_ffi_target(ffi.TARGET, stages, platform="cpu")
 args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (64, 128))]
 path = pathlib.Path(sys.argv[1])
 

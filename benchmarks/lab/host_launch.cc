@@ -80,9 +80,11 @@ constexpr int kDevices = 3;  // the last one is no Hopper GPU
 /// What the stand-in driver was asked for by a thread.
 struct Record {
   uint64_t encodings = 0, launches = 0, device_queries = 0;
-  uint64_t zeroed_address = 0, zeroed_words = 0;  // of the last memset
+  uint64_t zeroed_address = 0, zeroed_words = 0, zeroings = 0;  // of the last memset; how many
   uint32_t grid = 0, block = 0, shared_bytes = 0, cluster = 0, begins_early = 0;
   uint32_t shared_limits[kDevices] = {}, loads[kDevices] = {};  // the last limit set, and functions loaded, by device
+  uint32_t promotion = 0;                                       // into L2, of the last map that was encoded
+  char symbol[32] = {};                                         // of the last kernel that was looked up
   unsigned char parameters[4096] = {};
 };
 thread_local Record record;
@@ -199,7 +201,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int ordinal) {
 int cuLibraryLoadData(void** library, const void*, int*, void**, unsigned, int*, void**, unsigned) {
   return *library = &record, 0;
 }
-int cuLibraryGetKernel(void** kernel, void*, const char*) {
+int cuLibraryGetKernel(void** kernel, void*, const char* name) {
+  std::strncpy(record.symbol, name, sizeof(record.symbol) - 1);
   return *kernel = &record, 0;
 }
 int cuKernelGetFunction(void** function, void*) {
@@ -213,9 +216,10 @@ int cuKernelSetAttribute(int attribute, int value, void*, int ordinal) {
 
 /// The map's bytes: its arguments.
 int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* dims,
-                           const uint64_t* strides_bytes, const uint32_t* box, const uint32_t*, int, int swizzle, int,
-                           int) {
+                           const uint64_t* strides_bytes, const uint32_t* box, const uint32_t*, int, int swizzle,
+                           int promotion, int) {
   ++record.encodings;
+  record.promotion = promotion;
   if (dims[0] == 0 || rank != 4) return 1;
   struct {
     void* address;
@@ -238,6 +242,7 @@ int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, co
 int cuMemsetD32Async(uint64_t address, unsigned value, size_t count, void*) {
   record.zeroed_address = address;
   record.zeroed_words = count;
+  ++record.zeroings;
   return value;
 }
 

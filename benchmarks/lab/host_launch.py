@@ -35,6 +35,7 @@ class Record(ctypes.Structure):
         ("device_queries", ctypes.c_uint64),
         ("zeroed_address", ctypes.c_uint64),
         ("zeroed_words", ctypes.c_uint64),
+        ("zeroings", ctypes.c_uint64),
         ("grid", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
@@ -42,6 +43,8 @@ class Record(ctypes.Structure):
         ("begins_early", ctypes.c_uint32),
         ("shared_limits", ctypes.c_uint32 * 3),
         ("loads", ctypes.c_uint32 * 3),
+        ("promotion", ctypes.c_uint32),
+        ("symbol", ctypes.c_char * 32),
         ("parameters", ctypes.c_ubyte * 4096),
     )
 
@@ -66,7 +69,8 @@ class Host:
         get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
         get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
         self.handlers = {
-            stage: ctypes.c_void_p(get_pointer(capsule, None)) for stage, capsule in ffi._ffi.handlers().items()
+            target: {stage: ctypes.c_void_p(get_pointer(capsule, None)) for stage, capsule in stages.items()}
+            for target, stages in ffi._ffi.handlers().items()
         }
 
     @property
@@ -86,12 +90,13 @@ class Host:
         equations = jax.make_jaxpr(call)(*types).eqns
         (equation,) = (equation for equation in equations if equation.primitive.name == "ffi_call")
         operands, results = ([v.aval for v in variables] for variables in (equation.invars, equation.outvars))
-        return Frame(self, operands, results, dict(equation.params["attributes"]), addresses)
+        target = equation.params["target_name"]
+        return Frame(self, operands, results, dict(equation.params["attributes"]), addresses, target)
 
     def time_ns(self, frames: Sequence[Frame], stage: str = "execute", rounds: int = 1000) -> float:
-        """Time of a call, of `frames` in turn: the least mean of a round."""
+        """Time of a call, of `frames` of one target in turn: the least mean of a round."""
         handles = (ctypes.c_void_p * len(frames))(*(frame.handle for frame in frames))
-        nanoseconds = self.library.frames_time(handles, len(frames), self.handlers[stage], STAGES[stage], rounds)
+        nanoseconds = self.library.frames_time(handles, len(frames), frames[0].handlers[stage], STAGES[stage], rounds)
         if nanoseconds < 0:
             raise RuntimeError("a call failed")
         return nanoseconds
@@ -104,6 +109,7 @@ class Frame:
       operands, results: their types.
       attributes: strings, and what `numpy.asarray` takes.
       addresses: of the operands, then of the results.
+      target: the custom call's name.
     """
 
     def __init__(
@@ -113,8 +119,10 @@ class Frame:
         results: Sequence[jax.ShapeDtypeStruct],
         attributes: Mapping[str, object],
         addresses: Sequence[int],
+        target: str = ffi.TARGET,
     ):
         self.host = host
+        self.handlers = host.handlers[target]
         self.handle = ctypes.c_void_p(host.library.frame_new()).value
         for i, (type_, address) in enumerate(zip((*operands, *results), addresses, strict=True)):
             dims = (ctypes.c_int64 * len(type_.shape))(*type_.shape)
@@ -144,9 +152,7 @@ class Frame:
     def call(self, stage: str) -> None:
         """Raises RuntimeError with the handler's message."""
         message = ctypes.create_string_buffer(4096)
-        if self.host.library.frame_call(
-            self._handle, self.host.handlers[stage], STAGES[stage], message, len(message) - 1
-        ):
+        if self.host.library.frame_call(self._handle, self.handlers[stage], STAGES[stage], message, len(message) - 1):
             raise RuntimeError(message.value.decode())
 
 

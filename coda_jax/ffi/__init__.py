@@ -259,4 +259,5 @@ def _configure(cache_limit_bytes: int = _CACHE_LIMIT_BYTES) -> None:
 
 _configure()
 atexit.register(_ffi.shutdown)
-jax.ffi.register_ffi_target(TARGET, _ffi.handlers(), platform="CUDA", api_version=1)
+for _target, _stages in _ffi.handlers().items():
+    jax.ffi.register_ffi_target(_target, _stages, platform="CUDA", api_version=1)

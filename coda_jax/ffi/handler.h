@@ -1,41 +1,30 @@
-// The one XLA handler, "coda_gemm": attributes and buffers in, a cluster launch out.
+// The custom call of a product, "coda_gemm": attributes and buffers in, a cluster launch out.
 #pragma once
 
 #include <cstdint>
-#include <span>
-#include <string_view>
 #include <tuple>
 
-#include "tensor_map.h"
+#include "attributes.h"
+#include "buffers.h"
+#include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace coda {
 
 /// The attributes of the custom call. Buffer indices count operands first, then results.
-struct GemmCall {
-  int32_t abi;
-  std::string_view headers;  // hash of the headers that the program was generated for
-  std::string_view name;     // for messages
-  std::string_view key;      // see Compiler::Key
-  std::string_view arch;
-  std::string_view source;
+struct GemmCall : Program {
+  static constexpr char kTarget[] = "coda_gemm", kSymbol[] = "coda_gemm";
+
   xla::ffi::Span<const int32_t> maps;      // MapRequest each
   xla::ffi::Span<const int32_t> pointers;  // buffer index each
   bool transpose_a, transpose_b;           // a is [k, m]; b is [n, k]
-  int32_t tile_m, tile_n, halves, cluster_m, threads, smem_bytes;
+  int32_t tile_m, tile_n, halves, cluster_m;
   int32_t flags = -1;          // buffer index, of split-K or claimed tiles; or -1
   int32_t yield_k_blocks = 0;  // of 128 bytes, of a thread block's work before the next one has its place; 0: all
 };
 
-/// A member of GemmCall by its name in the program.
-template <typename T>
-struct Attribute {
-  std::string_view name;
-  T GemmCall::* member;
-};
-
-/// All of them, sorted by name. Python's list is `GemmCall.attributes` in __init__.py.
-inline constexpr std::tuple kAttributes{
+/// All of them, sorted by name. Python's list is `GemmCall` in __init__.py.
+inline constexpr std::tuple kGemmAttributes{
     Attribute{"abi", &GemmCall::abi},
     Attribute{"arch", &GemmCall::arch},
     Attribute{"cluster_m", &GemmCall::cluster_m},
@@ -67,8 +56,10 @@ struct Geometry {
 Geometry DescribeGeometry(const GemmCall& call, const Buffer& a, const Buffer& b, const Buffer& result,
                           int multiprocessors);
 
-XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame);
+/// Executes the call; see Target.
+void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers, const Kernels& kernels);
 
 }  // namespace coda
+
+template <>
+struct xla::ffi::AttrDecoding<coda::GemmCall> : coda::SortedAttributes<coda::GemmCall, coda::kGemmAttributes> {};

@@ -13,7 +13,7 @@
 #include "compiler.h"
 #include "handler.h"
 #include "sha256.h"
-#include "tensor_map.h"
+#include "target.h"
 
 namespace nb = nanobind;
 
@@ -57,21 +57,39 @@ nb::tuple Compile(std::string name, std::string source, std::string arch) {
                         binary->cached);
 }
 
+template <typename Call>
 nb::dict Handlers() {
   const auto capsule = [](XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
+  nb::dict stages;
+  stages["instantiate"] = capsule(Target<Call>::Instantiate);
+  stages["initialize"] = capsule(Target<Call>::Initialize);
+  stages["execute"] = capsule(Target<Call>::Execute);
+  return stages;
+}
+
+template <typename... T>
+nb::tuple Names(const std::tuple<T...>& attributes) {
+  return std::apply([](const auto&... attribute) { return nb::make_tuple(std::string(attribute.name)...); },
+                    attributes);
+}
+
+nb::dict HandlersByTarget() {
   nb::dict handlers;
-  handlers["instantiate"] = capsule(Instantiate);
-  handlers["initialize"] = capsule(Initialize);
-  handlers["execute"] = capsule(Execute);
+  handlers[GemmCall::kTarget] = Handlers<GemmCall>();
   return handlers;
+}
+
+nb::dict AttributesByTarget() {
+  nb::dict attributes;
+  attributes[GemmCall::kTarget] = Names(kGemmAttributes);
+  return attributes;
 }
 
 }  // namespace
 
 NB_MODULE(_ffi, module) {
   module.attr("ABI") = kAbi;
-  module.attr("ATTRIBUTES") =
-      std::apply([](const auto&... attribute) { return nb::make_tuple(std::string(attribute.name)...); }, kAttributes);
+  module.attr("ATTRIBUTES") = AttributesByTarget();
   module.def("configure", Configure, nb::kw_only(), nb::arg("headers"), nb::arg("headers_hash"), nb::arg("options"),
              nb::arg("libraries"), nb::arg("cache_directory"), nb::arg("cache_limit_bytes"), nb::arg("dump_directory"),
              nb::arg("quiet"), nb::call_guard<nb::gil_scoped_release>());
@@ -84,7 +102,7 @@ NB_MODULE(_ffi, module) {
       "unavailable_reason", [] { return Compiler::Get()->UnavailableReason(); },
       nb::call_guard<nb::gil_scoped_release>());
   module.def("shutdown", [] { Compiler::Get()->Shutdown(); }, nb::call_guard<nb::gil_scoped_release>());
-  module.def("handlers", Handlers);
+  module.def("handlers", HandlersByTarget);
 }
 
 }  // namespace coda

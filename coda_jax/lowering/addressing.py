@@ -15,7 +15,7 @@ from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.traffic import LEAST_BOX_BYTES
 
-_MAX_PARAMETER_BYTES = 4096  # as in ffi/handler.cc
+_MAX_PARAMETER_BYTES = 4096  # as in ffi/kernels.h
 _MOST_GROUPS = 1024
 
 
