@@ -1,6 +1,6 @@
-"""The custom call: its text, what XLA makes of it, and the geometry that the handler computes from it.
+"""The custom calls: their text, what XLA makes of them, and the geometry that the handler computes from a product's.
 
-The stages that need no GPU run through XLA's CPU backend, where the handler is registered under a name of its own.
+The stages that need no GPU run through XLA's CPU backend, where the handlers are registered under names of their own.
 """
 
 import functools
@@ -40,6 +40,26 @@ def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
     return ffi.gemm_call(args, [jax.ShapeDtypeStruct((m, N), jnp.bfloat16)], call, input_output_aliases=aliases)[0]
 
 
+ATTENTION = 'extern "C" __global__ void coda_attention(float* x) { x[threadIdx.x] *= 2; }'
+
+
+def launch(q, *, source=ATTENTION, aliases=None):
+    call = ffi.LaunchCall(
+        name="attention[test]",
+        source=source,
+        grid=[0, 1, 128, 0, 2, 1],
+        threads=384,
+        smem_bytes=100_000,
+        maps=[0, 64, 128, 1, 64, 64],
+        pointers=[1, -1],
+        sizes=[0, 1],
+        words=[-7, 2**31 - 1],
+        zeroed=[1],
+    )
+    return ffi.launch_call([q], [jax.ShapeDtypeStruct(q.shape, q.dtype)], call, input_output_aliases=aliases)[0]
+
+
+Q = jax.ShapeDtypeStruct((2, 200, 4, 64), jnp.bfloat16)
 A = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
 B = jax.ShapeDtypeStruct((N, K), jnp.bfloat16)
 
@@ -48,10 +68,12 @@ def cuda_text(f, *args) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_both_sides_name_the_same_attributes():
+@pytest.mark.parametrize(("call", "types", "target"), [(product, (A, B), "coda_gemm"), (launch, (Q,), "coda_launch")])
+def test_both_sides_name_the_same_attributes(call, types, target):
     """XLA hands them over sorted by name, as the handler reads them."""
-    (equation,) = jax.make_jaxpr(product)(A, B).eqns
-    assert tuple(sorted(dict(equation.params["attributes"]))) == ffi._ffi.ATTRIBUTES[ffi.TARGET]
+    (equation,) = jax.make_jaxpr(call)(*types).eqns
+    assert equation.params["target_name"] == target
+    assert tuple(sorted(dict(equation.params["attributes"]))) == ffi._ffi.ATTRIBUTES[target]
 
 
 def test_custom_call_carries_everything():
@@ -79,9 +101,33 @@ def test_custom_call_carries_everything():
         assert attribute in text, attribute
 
 
+def test_launch_carries_everything():
+    text = cuda_text(launch, Q)
+    assert "stablehlo.custom_call @coda_launch(%arg0)" in text
+    for attribute in (
+        f"abi = {ffi.ABI} : i32",
+        'arch = "sm_90a"',
+        f'headers = "{ffi.headers_hash()}"',
+        f'key = "{ffi.kernel_key(ATTENTION)}"',
+        'name = "attention[test]"',
+        "grid = dense<[0, 1, 128, 0, 2, 1]> : tensor<6xi32>",
+        "maps = dense<[0, 64, 128, 1, 64, 64]> : tensor<6xi32>",
+        "pointers = dense<[1, -1]> : tensor<2xi32>",
+        "sizes = dense<[0, 1]> : tensor<2xi32>",
+        "words = dense<[-7, 2147483647]> : tensor<2xi32>",
+        "zeroed = dense<1> : tensor<1xi32>",
+        "overlaps = false",
+        "threads = 384 : i32",
+        "smem_bytes = 100000 : i32",
+        "coda_attention(float* x)",
+    ):
+        assert attribute in text, attribute
+
+
 def test_alias_is_in_the_call():
     text = cuda_text(functools.partial(product, aliases={2: 0}), A, B)
     assert "operand_index = 2" in text
+    assert "operand_index = 0" in cuda_text(functools.partial(launch, aliases={0: 0}), Q)
 
 
 @pytest.mark.parametrize("length", [0, 1, 55, 56, 64, 120, 4000])
@@ -122,10 +168,11 @@ def test_export_with_a_symbolic_size():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Routes gemm_call to the CPU backend: instantiate runs there, initialize and execute want a GPU."""
-    name = "coda_gemm_on_cpu"
-    jax.ffi.register_ffi_target(name, ffi._ffi.handlers()[ffi.TARGET], platform="cpu")
-    monkeypatch.setattr(ffi, "TARGET", name)
+    """Routes both calls to the CPU backend: instantiate runs there, initialize and execute want a GPU."""
+    for variable in ("TARGET", "LAUNCH_TARGET"):
+        target = getattr(ffi, variable)
+        jax.ffi.register_ffi_target(f"{target}_on_cpu", ffi._ffi.handlers()[target], platform="cpu")
+        monkeypatch.setattr(ffi, variable, f"{target}_on_cpu")
 
 
 @needs_nvrtc
@@ -133,6 +180,17 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("pointers", [(), (2,), (2, 0, 1)])
 def test_instantiate_compiles_by_itself(pointers):
     jax.jit(functools.partial(product, pointers=pointers)).lower(A, B).compile()
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("on_cpu")
+def test_instantiate_compiles_a_launch():
+    """An error of the compiler shows that it does; the kernel itself compiles."""
+    jax.jit(lambda q: launch(q)).lower(Q).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"attention\[test\].*\n.*undeclared"):
+        jax.jit(functools.partial(launch, source="int x = undeclared;")).lower(Q).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError):  # there is no GPU
+        jax.jit(lambda q: launch(q))(jnp.ones(Q.shape, Q.dtype)).block_until_ready()
 
 
 @needs_nvrtc
@@ -208,6 +266,10 @@ def describe_map(functions):
         ((0, 1, 0, 128, 64, 128), FP8, (300, 144), (144, 1, 300, 1), (144, 144, 43200), (128, 1, 64, 1)),
         ((1, 2, 1, 128, 64, 128), E5M2, (2 * 72, 64), (64, 2, 72, 1), (72 * 64, 64, 144 * 64), (128, 1, 64, 1)),
         ((0, 1, 0, 8, 1, 32), BF16, (1, 4), (4, 1, 1, 1), (16, 16, 16), (8, 1, 1, 1)),
+        # no halves: (batch, rows, heads, columns)
+        ((2, 0, 0, 64, 128, 128), BF16, (2, 300, 5, 72), (72, 5, 300, 2), (144, 720, 216000), (64, 1, 128, 1)),
+        ((2, 0, 0, 64, 128, 128), F16, (1, 300, 1, 64), (64, 1, 300, 1), (128, 128, 38400), (64, 1, 128, 1)),
+        ((2, 0, 0, 32, 64, 128), F32, (2, 300, 5, 32), (32, 5, 300, 2), (128, 640, 192000), (32, 1, 64, 1)),
     ],
 )
 def test_tensor_map(describe_map, map_, dtype, dims, expected_dims, expected_strides, box):
@@ -231,9 +293,20 @@ def test_tensor_map_addresses_every_element(describe_map, halves, split_rows, di
         expected = array.reshape(batch, halves, rows // halves, columns).transpose(3, 1, 2, 0)
     else:
         expected = array.reshape(batch, rows, halves, columns // halves).transpose(3, 2, 1, 0)
+    np.testing.assert_array_equal(addressed(layout), expected)
+
+
+def test_tensor_map_of_heads_addresses_every_element(describe_map):
+    """The map's (column, head, row, batch) order is that of the transposed array."""
+    dims = (3, 48, 5, 8)
+    expected = np.arange(np.prod(dims)).reshape(dims).transpose(3, 2, 1, 0)
+    np.testing.assert_array_equal(addressed(describe_map((0, 0, 0, 32, 8, 128), F32, dims)), expected)
+
+
+def addressed(layout):
+    """The number of the float32 that stands at each index of the map."""
     index = np.indices(tuple(layout.dims))
-    strides = (4, *layout.strides_bytes)
-    np.testing.assert_array_equal(sum(i * s for i, s in zip(index, strides, strict=True)) // 4, expected)
+    return sum(i * s for i, s in zip(index, (4, *layout.strides_bytes), strict=True)) // 4
 
 
 @pytest.mark.parametrize(
@@ -251,6 +324,19 @@ def test_tensor_map_addresses_every_element(describe_map, halves, split_rows, di
         ((0, 1, 0, 8, 8, 0), "int32", (8, 8), r"s32\[8,8\]: a tensor map needs one of bf16, f16, f32"),
         ((0, 1, 0, 8, 8, 0), BF16, (8,), r"rank 2 or 3"),
         ((0, 1, 0, 8, 8, 48), BF16, (8, 8), r"swizzle of 48 bytes"),
+        ((0, 1, 0, 64, 8, 128), BF16, (2, 8, 4, 64), r"rank 2 or 3"),
+        ((3, 0, 0, 64, 8, 128), BF16, (2, 8, 256), r"buffer 3 bf16\[2,8,256\]: a tensor map of heads needs rank 4"),
+        (
+            (3, 0, 0, 64, 8, 128),
+            BF16,
+            (2, 8, 4, 36),
+            r"bf16\[2,8,4,36\]: the distance of its heads, 72 bytes, .* of 16",
+        ),
+        ((3, 0, 0, 64, 8, 128), BF16, (2, 8, 1, 36), r"its row pitch, 72 bytes"),
+        ((3, 0, 0, 32, 8, 128), BF16, (2, 8, 4, 64), r"a row of a box has 32 columns, not 128 bytes"),
+        ((3, 0, 0, 64, 8, 128), BF16, (2, 8, 0, 64), r"0 columns do not split into 0"),
+        ((3, -1, 0, 64, 8, 128), BF16, (8, 64), r"64 columns do not split into -1"),
+        ((3, 0, 0, 64, 8, 128), "int32", (2, 8, 4, 64), r"s32\[2,8,4,64\]: a tensor map needs one of bf16, f16, f32"),
     ],
 )
 def test_tensor_map_refused(describe_map, map_, dtype, dims, message):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lab.host_launch import Host, product
+from coda_jax import ffi
 from tests.nvrtc import needs_nvrtc
 
 M, N, K = 256, 192, 64
@@ -216,6 +217,153 @@ def check_errors(host):
     frame.set_attribute("zeal", np.int32(1))
     with pytest.raises(RuntimeError, match="more attributes"):
         frame.call("execute")
+
+
+def attention(*arrays, kernel=0, results=((2, 300, 4, 64),), dtype=jnp.bfloat16, **options):
+    """A call of a kernel that is no product: q and k, with k's heads fewer, to one result of q's shape."""
+    options = {"grid": [0, 1, 128, 0, 2, 1, 0, 0, 1], "threads": 384, "smem_bytes": 150_000, **options}
+    source = f'extern "C" __global__ void coda_attention(int* x) {{ *x = {kernel}; }}'
+    call = ffi.LaunchCall(**{"name": "attention[launch]", "source": source} | options)
+    return ffi.launch_call(arrays, [jax.ShapeDtypeStruct(shape, dtype) for shape in results], call)
+
+
+def launched(host, q=(2, 300, 4, 64), k=(2, 500, 2, 64), addresses=None, parameter_bytes=0, **options):
+    """The call, executed; its block of parameters."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, k)]
+    addresses = addresses or [MIB * (i + 1) for i in range(2 + len(options.get("results", [0])))]
+    frame = host.frame(functools.partial(attention, **options), types, addresses)
+    host.library.driver_set_parameter_bytes(parameter_bytes)
+    try:
+        for stage in ("instantiate", "initialize", "execute"):
+            frame.call(stage)
+    finally:
+        host.library.driver_set_parameter_bytes(PARAMETER_BYTES)
+    return bytes(host.record.parameters[:parameter_bytes])
+
+
+def check_parameters_of_a_launch(host):
+    """Maps, pointers, sizes, words; no cluster."""
+    options = {
+        "maps": [0, 64, 128, 2, 64, 64, 1, 64, 80],
+        "pointers": [2, -1, 0],
+        "sizes": [0, 1, 1, 1, 1, 2],
+        "words": [-7, 2**31 - 1],
+    }
+    encodings = host.record.encodings
+    parameters = launched(host, parameter_bytes=3 * 128 + 3 * 8 + 5 * 4, overlaps=True, **options)
+    assert host.record.encodings == encodings + 3
+    maps = np.frombuffer(parameters[:384], np.uint64).reshape(3, 16)
+    assert maps[:, 0].tolist() == [MIB, 3 * MIB, 2 * MIB]
+    assert maps[:, 1:5].tolist() == [[64, 4, 300, 2], [64, 4, 300, 2], [64, 2, 500, 2]]
+    assert maps[:, 5:8].tolist() == [[128, 512, 153600], [128, 512, 153600], [128, 256, 128000]]
+    assert maps[:, 8:10].copy().view(np.uint32).tolist() == [[64, 1, 128, 1], [64, 1, 64, 1], [64, 1, 80, 1]]
+    assert maps[:, 10].copy().view(np.uint32).tolist() == [9, 3] * 3  # bfloat16, swizzled over 128 bytes
+    assert host.record.promotion == 3  # 256 bytes
+    assert np.frombuffer(parameters[384:408], np.uint64).tolist() == [3 * MIB, 0, MIB]
+    assert np.frombuffer(parameters[408:], np.int32).tolist() == [300, 500, 2, -7, 2**31 - 1]
+    assert (host.record.grid, host.record.block, host.record.shared_bytes) == (3 * 4 * 2, 384, 150_000)
+    assert (host.record.cluster, host.record.begins_early) == (0, 1)
+    assert host.record.symbol == b"coda_attention"
+    launched(host, parameter_bytes=3 * 128 + 3 * 8 + 5 * 4, **options)
+    assert (host.record.encodings, host.record.begins_early) == (encodings + 3, 0)  # the same maps, kept
+
+
+def check_maps_of_heads_are_told_apart(host):
+    """Arrays at one address with as many elements; a product's map of the joined heads is another one, too."""
+    addresses = (40 * MIB, 41 * MIB, 42 * MIB)
+    for q in ((2, 300, 4, 64), (2, 300, 2, 128), (2, 150, 4, 128), (4, 150, 4, 64)) * 2:
+        parameters = launched(host, q, addresses=addresses, maps=[0, 64, 128], parameter_bytes=128)
+        batch, rows, heads, columns = q
+        assert np.frombuffer(parameters[:40], np.uint64).tolist() == [40 * MIB, columns, heads, rows, batch]
+    _, (maps, _) = execute(host, make(host, (40 * MIB,) * 4, a=(2, 300, 256)))
+    assert maps[0, 1:5].tolist() == [256, 1, 300, 2]
+    for box in (64, 128, 80):
+        parameters = launched(host, addresses=addresses, maps=[0, 64, box], parameter_bytes=128)
+        assert np.frombuffer(parameters[64:80], np.uint32).tolist() == [64, 1, box, 1]
+
+
+def check_grid_of_a_launch(host):
+    """Dimensions over divisors, rounded up; no factor: one block. Without blocks nothing is launched."""
+    grids = {(): 1, (0, 1, 300): 1, (0, 1, 299): 2, (1, 1, 128, 2, 3, 64, 0, 2, 1): 16, (1, 1, 2**31 - 1): 1}
+    for grid, blocks in grids.items():
+        launched(host, grid=grid)
+        assert host.record.grid == blocks
+    launches, zeroings = host.record.launches, host.record.zeroings
+    launched(host, q=(2, 0, 4, 64), maps=[0, 64, 128], zeroed=[1])
+    assert host.record.launches == launches
+    assert (host.record.zeroings, host.record.zeroed_address) == (zeroings + 1, 2 * MIB)  # a result is 0 all the same
+    many = (2**20, 2**20, 1, 64)
+    assert not any(launched(host, q=many, k=(2, 0, 2, 64), grid=[0, 0, 1, 0, 1, 1, 1, 1, 1]))
+    assert host.record.launches == launches
+    with pytest.raises(RuntimeError, match=r"bf16\[1048576,1048576,1,64\].*the grid has more than 2\^31 - 1 blocks"):
+        launched(host, q=many, grid=[0, 0, 1, 0, 1, 1])
+    with pytest.raises(RuntimeError, match="a divisor of the grid is 0"):
+        launched(host, grid=[0, 1, 0])
+
+
+def check_zeroed_buffers(host):
+    """Each one whole, before the kernel, which then does not begin early."""
+    zeroings = host.record.zeroings
+    launched(host, zeroed=[2, 1])
+    assert (host.record.zeroings, host.record.begins_early) == (zeroings + 2, 0)
+    assert (host.record.zeroed_address, host.record.zeroed_words) == (2 * MIB, 2 * 500 * 2 * 64 // 2)
+    launched(host, results=[(3, 2), (0, 3), (3,)], dtype=jnp.float32, zeroed=[2, 3])
+    assert (host.record.zeroings, host.record.zeroed_words) == (zeroings + 3, 6)  # one is without elements
+    with pytest.raises(RuntimeError, match=r"buffer 2 bf16\[3,1\], which is zeroed, has 6 bytes, not a multiple of 4"):
+        launched(host, results=[(3, 1)], zeroed=[2])
+    with pytest.raises(RuntimeError, match="zeroed before cannot overlap"):
+        launched(host, zeroed=[2], overlaps=True)
+
+
+def check_map_of_an_array_without_elements(host):
+    """It is zero bytes, and is not encoded."""
+    launched(host, maps=[0, 64, 128, 1, 64, 64], parameter_bytes=256)
+    encodings = host.record.encodings
+    parameters = launched(host, k=(2, 0, 2, 64), maps=[0, 64, 128, 1, 64, 64], parameter_bytes=256)
+    assert host.record.encodings == encodings
+    assert any(parameters[:128]) and not any(parameters[128:])
+
+
+def check_errors_of_a_launch(host):
+    launches = host.record.launches
+    for message, options in {
+        r"attention\[launch\] \(bf16\[2,300,4,64\], bf16\[2,500,2,64\] -> bf16\[.*there is no buffer 3": {
+            "pointers": [3]
+        },
+        "there is no buffer -2": {"pointers": [-2]},
+        "there is no buffer -1": {"zeroed": [-1]},
+        "the attribute grid has 2 numbers, not a multiple of 3": {"grid": [0, 1]},
+        "the attribute maps has 4 numbers, not a multiple of 3": {"maps": [0, 64, 128, 1]},
+        "the attribute sizes has 1 numbers, not a multiple of 2": {"sizes": [0]},
+        r"buffer 1 bf16\[2,500,2,64\] has no axis 4": {"sizes": [1, 4]},
+        r"buffer 0 bf16\[2,300,4,64\] has no axis -1": {"grid": [0, -1, 1]},
+        r"buffer 1 bf16\[2,2147483648,2,64\]: its axis 1 exceeds 2\^31 - 1": {"sizes": [1, 1], "k": (2, 2**31, 2, 64)},
+        r"buffer 0 bf16\[2,300,4,36\]: the distance of its heads, 72 bytes": {"maps": [0, 64, 8], "q": (2, 300, 4, 36)},
+        r"buffer 2 bf16\[300,64\]: .*needs rank 4": {"maps": [2, 64, 8], "results": [(300, 64)]},
+        r"buffer 0 bf16.*: its address is not a multiple of 16": {"maps": [0, 64, 8], "addresses": (8, MIB, MIB)},
+        "30 tensor maps, 31 pointers and 3 numbers exceed .* 4096 bytes": {
+            "maps": [0, 64, 8] * 30,
+            "pointers": [0] * 31,
+            "sizes": [0, 1],
+            "words": [1, 2],
+        },
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            launched(host, **options)
+    assert host.record.launches == launches
+    parameters = launched(
+        host, maps=[0, 64, 8] * 30, pointers=[0] * 31, sizes=[0, 1], words=[5], parameter_bytes=4096
+    )  # fills the space
+    assert np.frombuffer(parameters[-8:], np.int32).tolist() == [300, 5]
+
+
+def check_calls_share_no_kernel(host):
+    """A product's kernel is not launched in the other call's place, though their text is one."""
+    source = 'extern "C" __global__ void coda_gemm(int* x) { *x = 0; }'
+    make(host)
+    host.record.symbol = b""
+    launched(host, source=source)
+    assert host.record.symbol == b"coda_attention"
 
 
 CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}

@@ -80,7 +80,7 @@ class Host:
     def frame(
         self, call: Callable[..., object], types: Sequence[jax.ShapeDtypeStruct], addresses: Sequence[int]
     ) -> Frame:
-        """The frame of the one `coda_jax.ffi.gemm_call` in `call(*types)`.
+        """The frame of the one `coda_jax.ffi.gemm_call` or `launch_call` in `call(*types)`.
 
         Args:
           call: the function.

@@ -1,4 +1,5 @@
-"""The XLA FFI module: compiles kernels with NVRTC and launches them on XLA's stream by one handler, "coda_gemm".
+"""The XLA FFI module: compiles kernels with NVRTC and launches them on XLA's stream, by a handler of products,
+"coda_gemm", and one of other kernels, "coda_launch".
 
 Everything that a kernel needs is in the custom call's attributes, so a program loaded from XLA's compilation cache or
 from ``jax.export`` in a fresh process only needs this module to be imported. Importing needs neither a GPU nor a driver
@@ -46,6 +47,7 @@ __all__ = [
     "ARCH",
     "Compiled",
     "GemmCall",
+    "LaunchCall",
     "cache_directory",
     "compile",
     "compile_async",
@@ -53,12 +55,14 @@ __all__ = [
     "headers",
     "headers_hash",
     "kernel_key",
+    "launch_call",
     "unavailable_reason",
 ]
 
 ABI: int = _ffi.ABI
 ARCH = "sm_90a"
 TARGET = "coda_gemm"
+LAUNCH_TARGET = "coda_launch"
 
 _CACHE_LIMIT_BYTES = 256 << 20
 _OPTIONS = (
@@ -108,7 +112,8 @@ def compile_async(source: str, name: str) -> None:
     """Queues a kernel on the compiler's threads; the program that calls it waits for it when XLA instantiates it.
 
     Args:
-      source: CUDA text that defines ``coda_gemm``; may include any of `headers`.
+      source: CUDA text that defines ``coda_gemm``, or ``coda_attention`` for a `LaunchCall`; may include any of
+        `headers`.
       name: the operator, for messages.
     """
     _ffi.submit(name, source, ARCH)
@@ -129,7 +134,23 @@ def unavailable_reason() -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmCall:
+class _Call:
+    """What every custom call has: `struct Program` in kernels.h."""
+
+    name: str
+    source: str
+    threads: int
+    smem_bytes: int
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes, in the types of the handler's struct, with versions and the kernel's key."""
+        values = {field.name: _attribute(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        versions = {"abi": np.int32(ABI), "arch": ARCH, "headers": headers_hash(), "key": kernel_key(self.source)}
+        return versions | values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmCall(_Call):
     """The custom call of a product. Its attributes are these fields and those that `attributes` adds.
 
     Buffers are numbered operands first, then results, all row-major.
@@ -153,8 +174,6 @@ class GemmCall:
         0 if there are only as many blocks as run at a time, as split-K needs.
     """
 
-    name: str
-    source: str
     maps: Sequence[int]
     pointers: Sequence[int]
     transpose_a: bool
@@ -163,16 +182,42 @@ class GemmCall:
     tile_n: int
     halves: int
     cluster_m: int
-    threads: int
-    smem_bytes: int
     flags: int = -1
     yield_k_blocks: int = 0
 
-    def attributes(self) -> dict[str, Any]:
-        """The attributes, in the types of `struct GemmCall` in handler.h, with versions and the kernel's key."""
-        values = {field.name: _attribute(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        versions = {"abi": np.int32(ABI), "arch": ARCH, "headers": headers_hash(), "key": kernel_key(self.source)}
-        return versions | values
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchCall(_Call):
+    """The custom call of a kernel that is no product. Its attributes are these fields and those that `attributes` adds.
+
+    Buffers are numbered operands first, then results, all row-major. The kernel's one parameter is a block of at most
+    4096 bytes: tensor maps of 128 bytes, pointers of 8, then `sizes` and `words`, int32 each.
+
+    Attributes:
+      name: the operator, for messages.
+      source: CUDA text of the kernel ``coda_attention``, as for `compile_async`.
+      threads: of a block.
+      smem_bytes: dynamic shared memory of a block.
+      grid: three numbers per factor of the number of blocks: buffer, axis, and a divisor of that dimension, rounded up.
+        With 0 blocks nothing is launched.
+      maps: three numbers per tensor map of an array (batch, rows, heads, columns): buffer, box_columns, box_rows. A box
+        is of one head, its rows of 128 bytes, swizzled; what is outside the array reads as 0. Of an array without
+        elements the map is zero bytes.
+      pointers: buffers whose addresses follow the maps; -1: a null pointer.
+      sizes: two numbers per dimension that follows the pointers: buffer, axis.
+      words: numbers that follow the sizes.
+      zeroed: buffers, of a multiple of 4 bytes, that are set to 0 before, be it for no blocks.
+      overlaps: the kernel may begin while what is before it on the stream ends, for which it waits itself; not if
+        anything is zeroed.
+    """
+
+    grid: Sequence[int]
+    maps: Sequence[int] = ()
+    pointers: Sequence[int] = ()
+    sizes: Sequence[int] = ()
+    words: Sequence[int] = ()
+    zeroed: Sequence[int] = ()
+    overlaps: bool = False
 
 
 def _attribute(value: Any) -> Any:
@@ -187,7 +232,7 @@ def gemm_call(
     call: GemmCall,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
-    """The custom call.
+    """The custom call of a product.
 
     Args:
       args: a, b, then the epilogue's operands.
@@ -195,7 +240,34 @@ def gemm_call(
       call: its attributes.
       input_output_aliases: operand number to result number, equal in shape and dtype.
     """
-    launch = jax.ffi.ffi_call(TARGET, list(results), input_output_aliases=dict(input_output_aliases or {}))
+    return _call(TARGET, args, results, call, input_output_aliases)
+
+
+def launch_call(
+    args: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    call: LaunchCall,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """The custom call of a kernel that is no product.
+
+    Args:
+      args: the kernel's operands.
+      results: what it writes, with arrays of its own.
+      call: its attributes.
+      input_output_aliases: operand number to result number, equal in shape and dtype.
+    """
+    return _call(LAUNCH_TARGET, args, results, call, input_output_aliases)
+
+
+def _call(
+    target: str,
+    args: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    call: _Call,
+    input_output_aliases: Mapping[int, int] | None,
+) -> list[jax.Array]:
+    launch = jax.ffi.ffi_call(target, list(results), input_output_aliases=dict(input_output_aliases or {}))
     return list(launch(*args, **call.attributes()))
 
 

@@ -12,6 +12,7 @@
 
 #include "compiler.h"
 #include "handler.h"
+#include "launch.h"
 #include "sha256.h"
 #include "target.h"
 
@@ -76,12 +77,14 @@ nb::tuple Names(const std::tuple<T...>& attributes) {
 nb::dict HandlersByTarget() {
   nb::dict handlers;
   handlers[GemmCall::kTarget] = Handlers<GemmCall>();
+  handlers[LaunchCall::kTarget] = Handlers<LaunchCall>();
   return handlers;
 }
 
 nb::dict AttributesByTarget() {
   nb::dict attributes;
   attributes[GemmCall::kTarget] = Names(kGemmAttributes);
+  attributes[LaunchCall::kTarget] = Names(kLaunchAttributes);
   return attributes;
 }
 

@@ -45,9 +45,13 @@ std::string WithMaps() {
   return names;
 }
 
-/// Whether it is of a or b, the first buffers, and not of one of the epilogue's tiles.
+bool HasHeads(const MapRequest& request) {
+  return request.halves == MapRequest::kHeads;
+}
+
+/// Whether it is of what is multiplied: a or b, the first buffers of a product, or heads; not an epilogue's tile.
 bool IsFactor(const MapRequest& request) {
-  return request.buffer < 2;
+  return request.buffer < 2 || HasHeads(request);
 }
 
 std::string Prefix(const MapRequest& request, const Buffer& buffer) {
@@ -95,13 +99,19 @@ MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
       fail("swizzle of " + std::to_string(request.swizzle_bytes) + " bytes");
   }
   const size_t rank = buffer.dims.size();
-  if (rank != 2 && rank != 3) fail("a tensor map needs rank 2 or 3");
-  const uint64_t batch = rank == 3 ? buffer.dims[0] : 1;
-  const uint64_t rows = buffer.dims[rank - 2];
-  const uint64_t columns = buffer.dims[rank - 1];
-  const uint64_t halves = request.halves;
+  const bool has_heads = HasHeads(request);  // side by side in a row, as the halves of its columns are
+  if (has_heads && rank != 4) fail("a tensor map of heads needs rank 4");
+  if (!has_heads && rank != 2 && rank != 3) fail("a tensor map needs rank 2 or 3");
+  if (has_heads && request.box_columns * element_bytes != static_cast<uint64_t>(request.swizzle_bytes)) {
+    fail("a row of a box has " + std::to_string(request.box_columns) + " columns, not " +
+         std::to_string(request.swizzle_bytes) + " bytes");
+  }
+  const uint64_t batch = rank == 2 ? 1 : buffer.dims[0];
+  const uint64_t rows = has_heads ? buffer.dims[1] : buffer.dims[rank - 2];
+  const uint64_t columns = has_heads ? buffer.dims[2] * buffer.dims[3] : buffer.dims[rank - 1];
+  const uint64_t halves = has_heads ? buffer.dims[2] : request.halves;
   const uint64_t split = request.split_rows ? rows : columns;
-  if (request.halves < 1 || split % halves != 0) {
+  if (request.halves < 0 || halves == 0 || split % halves != 0) {
     fail(std::to_string(split) + (request.split_rows ? " rows" : " columns") + " do not split into " +
          std::to_string(request.halves));
   }
@@ -118,7 +128,7 @@ MapLayout DescribeMap(const MapRequest& request, const Buffer& buffer) {
     uint64_t& stride = layout.strides_bytes[i];
     if (stride % kAlignmentBytes == 0) continue;
     if (layout.dims[i + 1] != 1) {
-      fail((i == 0   ? "the distance of its halves"
+      fail((i == 0   ? has_heads ? "the distance of its heads" : "the distance of its halves"
             : i == 1 ? "its row pitch"
                      : "the size of a matrix") +
            std::string(", ") + std::to_string(stride) + " bytes, is not a multiple of " +
@@ -157,7 +167,7 @@ void Encode(const Driver& driver, const MapRequest& request, const Buffer& buffe
 /// All that an encoded map depends on. Without padding, for the hash.
 struct MapKey {
   void* data;
-  int64_t dims[3];
+  int64_t dims[4];
   int32_t dtype, rank;
   int32_t halves, split_rows, box_columns, box_rows, swizzle_bytes, is_factor;
 
@@ -195,9 +205,9 @@ struct MapCache {
 
 void EncodeMap(const Driver& driver, const MapRequest& request, const Buffer& buffer, CUtensorMap* map) {
   const size_t rank = buffer.dims.size();
-  if (rank < 2 || rank > 3) return Encode(driver, request, buffer, map);
+  if (rank < 2 || rank > 4) return Encode(driver, request, buffer, map);
   const MapKey key{buffer.data,
-                   {buffer.dims[0], buffer.dims[1], rank == 3 ? buffer.dims[2] : 0},
+                   {buffer.dims[0], buffer.dims[1], rank > 2 ? buffer.dims[2] : 0, rank > 3 ? buffer.dims[3] : 0},
                    static_cast<int32_t>(buffer.dtype),
                    static_cast<int32_t>(rank),
                    request.halves,

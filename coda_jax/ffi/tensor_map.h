@@ -10,7 +10,8 @@
 
 namespace coda {
 
-/// An operand or result of the call: row-major [batch,] rows, columns for those that have a tensor map.
+/// An operand or result of the call: row-major [batch,] rows, columns for those that have a tensor map; or [batch,
+/// rows, heads, columns] for those that have a map of heads.
 struct Buffer {
   xla::ffi::DataType dtype = xla::ffi::DataType::INVALID;
   std::span<const int64_t> dims;
@@ -21,13 +22,21 @@ struct Buffer {
 
 int64_t ElementBytes(const Buffer& buffer);
 
-/// One map of the attribute `maps`, six int32 a map. `halves` 2 makes the halves of the columns (or of the rows, where
-/// split_rows is 1) an axis of their own, so that a box in one half is clipped at the half's end.
+/// One map of a product's attribute `maps`, six int32 a map. `halves` 2 makes the halves of the columns (or of the
+/// rows, where split_rows is 1) an axis of their own, so that a box in one half is clipped at the half's end.
 struct MapRequest {
   int32_t buffer, halves, split_rows, box_columns, box_rows, swizzle_bytes;
+
+  /// In place of `halves`: the buffer has heads, which are that axis.
+  static constexpr int32_t kHeads = 0;
+
+  /// A map of a buffer with heads. Its boxes have a row of 128 bytes, swizzled, of one head at a time.
+  static MapRequest OfHeads(int32_t buffer, int32_t box_columns, int32_t box_rows) {
+    return {buffer, kHeads, 0, box_columns, box_rows, 128};
+  }
 };
 
-/// Arguments of cuTensorMapEncodeTiled, innermost dimension first: columns, halves, rows, batch.
+/// Arguments of cuTensorMapEncodeTiled, innermost dimension first: columns, halves or heads, rows, batch.
 struct MapLayout {
   TensorMapType type;
   uint64_t dims[4];
