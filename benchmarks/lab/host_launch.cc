@@ -260,6 +260,7 @@ int cuLaunchKernelEx(const void* config, void*, void** parameters, void**) {
   record.cluster = record.begins_early = 0;
   for (uint32_t i = 0; i < launch.attribute_count; ++i) {
     const uint32_t id = launch.attributes[i][0], value = launch.attributes[i][2];
+    if (id == 4 && value == 0) return 1;
     if (id == 4) record.cluster = value;
     if (id == 6) record.begins_early = value;
   }
