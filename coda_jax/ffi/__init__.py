@@ -1,5 +1,6 @@
-"""The XLA FFI module: compiles kernels with NVRTC and launches them on XLA's stream, by a handler of products,
-"coda_gemm", and one of other kernels, "coda_launch".
+"""The XLA FFI module: compiles kernels with NVRTC and launches them by two handlers, "coda_gemm" and "coda_launch".
+
+The first is for products, the second for other kernels; both launch on XLA's stream.
 
 Everything that a kernel needs is in the custom call's attributes, so a program loaded from XLA's compilation cache or
 from ``jax.export`` in a fresh process only needs this module to be imported. Importing needs neither a GPU nor a driver
@@ -135,7 +136,7 @@ def unavailable_reason() -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What every custom call has: `struct Program` in kernels.h."""
+    """The fields of every custom call: `struct Program` in kernels.h."""
 
     name: str
     source: str
