@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -244,18 +243,6 @@ def parts(options: Any, beside: Sequence[Any]) -> Iterator[Part]:
             yield Part("mlp", "", (tokens, width, features), 12 * tokens * width * features, make)
 
 
-def alone_in_turn(
-    calls: dict[str, Callable[[], Any]], counter: Callable[[], float], seconds: float
-) -> dict[str, alone.Execution]:
-    """Each by itself for half of the seconds, in order and then in reverse: a chip that warms up favours none."""
-    found: dict[str, list[alone.Execution]] = {name: [] for name in calls}
-    for name in (*calls, *reversed(calls)):
-        found[name].append(alone.executed(calls[name], counter, seconds / 2))
-    return {
-        name: alone.Execution(*(statistics.fmean(x) for x in zip(*both, strict=True))) for name, both in found.items()
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = results.parser("benchmarks.fp8", __doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
@@ -274,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{part} {name} {m} {n} {k}   [{timing.clock()}]", flush=True)
         variants = make()
         times = timing.interleaved(variants.calls, seconds=options.seconds)
-        by_itself = alone_in_turn(variants.calls, counter, options.alone) if counter else {}
+        by_itself = alone.in_turn(variants.calls, counter, options.alone) if counter else {}
         for variant in variants.calls:
             us = times[variant].total
             row = {"part": part, "name": name, "m": m, "n": n, "k": k, "variant": variant}
