@@ -116,7 +116,7 @@ def kernel_class(kernel: timing.Kernel, operations: Mapping[str, hlo.Operation])
     kind = operation.kernel if operation else ""
     if "coda_gemm" in kernel.name:
         return f"coda: {kind or '?'}"
-    if kind.startswith(hlo.ATTENTION) or re.search(r"cudnn|flash|sdpa|fmha", kernel.name):
+    if kind.startswith(hlo.ATTENTION) or re.search(r"coda_attention|cudnn|flash|sdpa|fmha", kernel.name):
         return hlo.ATTENTION
     if kind == hlo.PRODUCT or re.search(r"gemm|nvjet|cutlass|cublas|xmma|splitK", kernel.name, re.IGNORECASE):
         return hlo.PRODUCT

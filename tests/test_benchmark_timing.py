@@ -8,7 +8,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from benchmarks import hlo, timing, train_step
+from benchmarks import alone, hlo, timing, train_step
 
 
 def kernel(name, instruction="", duration=1000.0):
@@ -28,12 +28,27 @@ def test_classes_of_kernels():
         ("gemm_fusion_dot_4", "gemm_fusion_dot.4"): "product",
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", ""): "attention",
         ("loop_multiply_fusion_3", "fusion.3"): "loop_multiply_fusion (mul)",
+        ("coda_attention", "custom-call.8"): "attention",
         ("MemcpyD2D", "copy.2"): "copy or fill",
     }
     for (name, instruction), expected in classes.items():
         assert train_step.kernel_class(kernel(name, instruction), operations) == expected
     profile = {"coda: gated_backward": (5.0, 1), "product": (4.0, 1), "attention": (3.0, 1), "loop": (2.0, 1)}
     assert train_step.beyond(profile) == 2.0
+
+
+def test_alone_in_turn(monkeypatch):
+    """Half of the seconds in order and half in reverse; the mean of both."""
+    seen = []
+
+    def executed(call, counter, seconds):
+        seen.append((call, seconds))
+        return alone.Execution(float(len(seen)), seconds)
+
+    monkeypatch.setattr(alone, "executed", executed)
+    found = alone.in_turn({"a": "call of a", "b": "call of b"}, None, 3.0)
+    assert seen == [(f"call of {name}", 1.5) for name in "abba"]
+    assert found == {"a": (2.5, 1.5), "b": (2.5, 1.5)}
 
 
 def test_rotation():
