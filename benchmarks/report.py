@@ -55,6 +55,9 @@ SECTIONS = [
     Section("Training step of packed rows, float32 parameters", "_train_step_float32_packed",
             'make bench-train_step ARGS="--param-dtype float32 --variants coda,xla,coda_packed,xla_packed"',
             report_tables.training_step),
+    Section("Training step of packed rows in fp8", "_train_step_packed_fp8",
+            'make bench-train_step ARGS="--variants coda,xla,coda_packed,xla_packed,coda_packed_fp8,xla_packed_fp8"',
+            report_tables.training_step),
     Section("Training step in fp8", "_train_step_fp8",
             'make bench-train_step ARGS="--variants coda,coda_fp8,coda_fp8_current,xla,xla_fp8,xla_fp8_flax --alone 3"',
             report_tables.training_step),
@@ -148,8 +151,19 @@ def report(folder: pathlib.Path) -> str:
     return text
 
 
+def packed_steps(folder: pathlib.Path, device: str) -> list[Row]:
+    """The rows of our step of packed rows and of plain JAX's, if this device has a record of both."""
+    path = folder / f"{device}_train_step_packed.csv"
+    steps = {row["variant"]: row for row in rows_of(path) if row["kind"] == "step"} if path.exists() else {}
+    found = [steps[name] for name in ("coda_packed", "xla_packed") if steps.get(name, {}).get("ms")]
+    return found if len(found) == 2 else []
+
+
 def headline(folder: pathlib.Path, device: str = "nvidia_h200", depth: str = "2048") -> str:
-    """The README's table, of one device: a step's time and memory, an epilogue and the bare product."""
+    """The README's table, of one device: a step's time and memory, an epilogue and the bare product.
+
+    The step of packed rows is in it where the device has a record of one.
+    """
     paths = {suffix: folder / f"{device}{suffix}.csv" for suffix in ("", "_train_step")}
     rows, steps = rows_of(paths[""]), rows_of(paths["_train_step"])
     step = {row["variant"]: row for row in steps if row["kind"] == "step"}
@@ -164,8 +178,10 @@ def headline(folder: pathlib.Path, device: str = "nvidia_h200", depth: str = "20
         ["product + SwiGLU, us", f"{number(swiglu, 'fused'):.0f}", f"{number(swiglu, 'xla'):.0f}", ""],
         ["bare product, mean time over ours", "1", f"{xla:.2f}", ""],
     ]
+    if of_packed := packed_steps(folder, device):
+        lines.insert(2, ["training step of packed rows, ms", *(f"{number(row, 'ms'):.0f}" for row in of_packed), ""])
     first = rows[0]
-    commits = " and ".join(dict.fromkeys(row["commit"] for row in (ours, first)))
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in (ours, *of_packed, first)))
     note = (
         f"{first['device']}, commit {commits}, at the power limit: `make bench-train_step`, `make bench`. The step is "
         f"value and gradient of the loss of a Llama-3-1B on {ours['batch']} x {ours['length']} tokens, "

@@ -25,6 +25,7 @@ VARIANTS = {
     "coda_scan_recompute": 'flax_layers, scan, `remat="save_attention"`',
     "coda_recompute_3": 'flax_layers, `remat="save_attention", remat_layers=3`',
     "coda_packed": "flax_layers, packed rows",
+    "coda_packed_fp8": "flax_layers in fp8, packed rows",
     "coda_fp8": "flax_layers in fp8, delayed scales",
     "coda_fp8_current": "flax_layers in fp8, current scales",
     "coda_fp8_recompute": 'flax_layers in fp8, delayed scales, `remat="save_attention"`',
@@ -34,6 +35,7 @@ VARIANTS = {
     "xla_scan": "plain JAX, scan over layers",
     "xla_scan_remat": "plain JAX, scan with `jax.checkpoint`",
     "xla_packed": "plain JAX, unrolled, packed rows",
+    "xla_packed_fp8": "plain JAX in fp8, constant scales, packed rows",
     "xla_remat": "plain JAX, `jax.checkpoint`",
     "xla_cudnn": "plain JAX, `ragged_dot` by cuDNN",
 }
@@ -161,8 +163,8 @@ def training_step(rows: Sequence[Row]) -> str:
         name, needed = VARIANTS.get(row["variant"], row["variant"]), number(row, "temporaries_gib")
         text += f"\n{name}: {row['failure']}, not run. XLA would need {needed:.0f} GiB of temporaries.\n"
     named = {row["variant"] for row in steps}
-    shown_kernels = next((pair for pair in (("coda_fp8", "xla_fp8"), ("coda_recompute", "coda_fp8_recompute"))
-                          if named.issuperset(pair)), ("coda", "xla"))  # fmt: skip
+    pairs = (("coda_packed_fp8", "xla_packed_fp8"), ("coda_fp8", "xla_fp8"), ("coda_recompute", "coda_fp8_recompute"))
+    shown_kernels = next((pair for pair in pairs if named.issuperset(pair)), ("coda", "xla"))
     kernels = [row for row in rows if row["kind"] == "kernels" and row["variant"] in shown_kernels]
     by_class = grouped(kernels, lambda row: row["class"])
     longest = {name: max(number(row, "ms") for row in of) for name, of in by_class.items()}

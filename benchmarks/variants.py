@@ -75,6 +75,8 @@ VARIANTS = {
     "coda_scan_recompute": Variant(fused=True, scan=True, remat="save_attention"),
     "coda_packed": Variant(fused=True, packed=True),
     "xla_packed": Variant(fused=False, packed=True),
+    "coda_packed_fp8": Variant(fused=True, packed=True, fp8="delayed"),
+    "xla_packed_fp8": Variant(fused=False, packed=True, fp8="constant"),
     "coda_fp8": Variant(fused=True, fp8="delayed"),
     "coda_fp8_current": Variant(fused=True, fp8="current"),
     "coda_fp8_recompute": Variant(fused=True, fp8="delayed", remat="save_attention"),

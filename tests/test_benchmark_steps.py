@@ -65,8 +65,8 @@ def test_train_step(tmp_path, monkeypatch, capsys, quick_to_compile):
 
 @pytest.mark.slow
 def test_packed_step(tmp_path, quick_to_compile):
-    """Documents attend to themselves alone in both, and to more in rows that are not packed."""
-    variants = ("coda", "xla", "coda_packed", "xla_packed")
+    """Documents attend to themselves alone in all of them, and to more in rows that are not packed."""
+    variants = ("coda", "xla", "coda_packed", "xla_packed", "coda_packed_fp8", "xla_packed_fp8")
     options = [
         "--tiny",
         "--layers=1",
@@ -79,10 +79,17 @@ def test_packed_step(tmp_path, quick_to_compile):
     assert train_step.main([*options, f"--variants={','.join(variants)}"]) == 0
     steps = steps_in(tmp_path)
     assert steps.keys() == set(variants)
-    assert all(float(steps[name]["gradient_distance"]) < 0.05 for name in variants)
+    assert [path.name for path in tmp_path.glob("*.csv")] == ["cpu_train_step_packed_fp8.csv"]
+    distances = [float(steps[name]["gradient_distance"]) for name in variants]
+    assert all(distance < 0.05 for distance in distances[:4]) and all(
+        0.05 < distance < 0.2 for distance in distances[4:]
+    )
     losses = [float(steps[name]["loss"]) for name in variants]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[2] == pytest.approx(losses[3], rel=1e-3)
+    assert losses[4:] == pytest.approx([losses[2]] * 2, rel=1e-3)
     assert abs(losses[2] - losses[0]) > 10 * abs(losses[1] - losses[0])
+    shown = training_step(list(rows_in(tmp_path)))
+    assert "| flax_layers in fp8, packed rows |" in shown
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """benchmarks/REPORT.md and the README's table are what the CSV files of record give."""
 
+import shutil
+
 import pytest
 
 from benchmarks import markdown, report, report_tables
@@ -33,6 +35,22 @@ def test_a_stale_text_is_found_and_written_again(tmp_path, monkeypatch, capsys, 
     assert report.main(["--check"]) == 1 and "REPORT.md is not" in capsys.readouterr().err
     assert report.main([]) == 0 and report.main(["--check"]) == 0
     assert all(path.read_text() == text for path, text in new.items())
+
+
+def test_a_record_of_packed_rows_is_in_the_table(tmp_path, texts):
+    """Beside the step of whole rows, with its commit; without a record of both variants nothing of it is."""
+    for name in ("", "_train_step"):
+        shutil.copy(report.results.FOLDER / f"nvidia_h200{name}.csv", tmp_path)
+    without = report.headline(tmp_path)
+    assert without in texts[report.README] and "packed" not in without
+    path = tmp_path / "nvidia_h200_train_step_packed.csv"
+    lines = ["kind,variant,ms,commit", "step,coda,280,abc", "step,coda_packed,215.4,abc", "kernels,xla_packed,1,abc"]
+    path.write_text("\n".join(lines))
+    assert report.headline(tmp_path) == without
+    path.write_text("\n".join([*lines, "step,xla_packed,358.6,abc"]))
+    shown = report.headline(tmp_path)
+    assert "\n| training step of packed rows, ms | 215 | 359 |  |\n| product + SwiGLU" in shown
+    assert " and abc" in " ".join(shown.split())
 
 
 def test_tables():
