@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 ATTENTION, ATTENTION_BACKWARD, PRODUCT = "attention", "attention_backward", "product"
+OURS = ("coda_gemm", "coda_launch")  # targets of custom calls: products, and attention's kernels
 INPUT = "input"  # what makes a computation's arguments
 CONTROL = ("while", "conditional", "case", "if", "call")
 
@@ -53,9 +54,12 @@ Computation = Sequence[Operation]  # in order; the last one is "return" or the r
 
 def kernel_of(operation: str, target: str, attributes: str) -> str:
     """`Operation.kernel` of an operation, the target of its custom call, and the rest of its text."""
-    if target == "coda_gemm":
-        name = re.search(r'\bname = \\*"([^"\\]+)', attributes)
-        return name[1] if name else target
+    if target in OURS:
+        found = re.search(r'\bname = \\*"([^"\\]+)', attributes)
+        name = found[1] if found else target
+        if target == "coda_gemm":
+            return name
+        return ATTENTION_BACKWARD if "ackward" in name else ATTENTION
     if re.search(r"attention|fmha|sdpa", target, re.IGNORECASE):
         return ATTENTION_BACKWARD if "ackward" in target else ATTENTION
     triton = operation == "fusion" and re.search(r"__triton_gemm|__triton_nested_gemm|__cutlass", attributes)
@@ -108,7 +112,7 @@ class _Walk:
             self.count += 1
             name = f"{kind}.{self.count}"
             target = op.attributes["call_target_name"].value if kind == "custom_call" else ""
-            attributes = str(op.attributes["mhlo.backend_config"]) if target == "coda_gemm" else ""
+            attributes = str(op.attributes["mhlo.backend_config"]) if target in OURS else ""
             scope = re.match(r'loc\("([^"]*)"', str(op.location))
             results = tuple(_array(value.type) for value in op.results)
             kernel = kernel_of(kind, target, attributes)

@@ -37,6 +37,23 @@ def test_classes_of_kernels():
     assert train_step.beyond(profile) == 2.0
 
 
+def test_kernels_of_custom_calls():
+    """Ours by the names in their attributes, others by their targets."""
+    named = r'backend_config={"attributes":"{abi = 1 : i32, name = \"NAME\", source = \"x\"}"}'
+    kinds = {
+        ("coda_gemm", named.replace("NAME", "gated_backward")): "gated_backward",
+        ("coda_gemm", ""): "coda_gemm",
+        ("coda_launch", named.replace("NAME", "attention_forward")): "attention",
+        ("coda_launch", named.replace("NAME", "attention_backward")): "attention_backward",
+        ("coda_launch", ""): "attention",
+        ("__cudnn$fmhaSoftmaxBackward", ""): "attention_backward",
+        ("__cublas$gemm", ""): "product",
+        ("Sharding", ""): "",
+    }
+    for (target, attributes), expected in kinds.items():
+        assert hlo.kernel_of("custom-call", target, attributes) == expected
+
+
 def test_alone_in_turn(monkeypatch):
     """Half of the seconds in order and half in reverse; the mean of both."""
     seen = []
