@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import block_tables, fp8_tables, moe_tables, report_tables, results, tile_report
+from benchmarks import attention_tables, block_tables, fp8_tables, moe_tables, report_tables, results, tile_report
 from benchmarks.grouped import CASES
 from benchmarks.markdown import geometric_mean, table
 from benchmarks.report_tables import Row, number, product_times
@@ -86,6 +86,11 @@ SECTIONS = [
     Section("Loss curve", "_loss_curve", "make bench-loss_curve", report_tables.loss_curve, "_loss_curve"),
     Section("Loss curve in fp8", "_loss_curve_fp8", 'make bench-loss_curve ARGS="--fp8 --steps 2000"',
             report_tables.loss_curve, "_loss_curve_fp8"),
+    *(
+        Section(f"Attention, {title}", f"_attention_{kind}", f'make bench-attention ARGS="--cases ^{kind}"',
+                attention_tables.attention)
+        for kind, title in attention_tables.KINDS.items()
+    ),
     Section("The loss over a large vocabulary", "_loss_head", "make bench-loss_head", report_tables.loss_head),
     Section("A layer without attention", "_layer", "make bench-layer", report_tables.layer),
     Section("Bare products", "", "make bench", report_tables.products, "_products"),

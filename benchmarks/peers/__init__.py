@@ -16,6 +16,7 @@ MODULES = ("torch_cublas", "cutlass", "quack")
 FP8_MODULES = ("torch_fp8",)  # products of e4m3 factors, a (M, K) and b (N, K)
 GROUPED_MODULES = ("pallas", "tokamax", "quack", "sonicmoe")  # whose load_grouped() gives grouped products
 LOSS_MODULES = ("liger", "torch_cublas")  # whose load_losses() gives losses over a vocabulary
+ATTENTION_MODULES = ("torch_attention",)  # whose load_attention() gives attention
 
 
 class Absent(Exception):
@@ -88,6 +89,32 @@ class LossPeer:
     name: str
     version: str
     prepare: Callable[[jax.Array, jax.Array, jax.Array, bool], PreparedLoss]
+    synchronize: Callable[[], None]
+
+
+class PreparedAttention(NamedTuple):
+    """A call that launches and does not wait, what makes jax arrays of its results, and the bytes it needs beside."""
+
+    call: Callable[[], Any]
+    to_jax: Callable[[Any], tuple[jax.Array, ...]]
+    temporaries: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPeer:
+    """Attention of a library whose kernels run outside of XLA.
+
+    Attributes:
+      name, version, synchronize: as in `Peer`.
+      includes: what its figure includes.
+      prepare: (case of `benchmarks.attention_cases`, jax arrays q, k, v) -> the call that gives y in a tuple; with the
+        cotangent dy for a fourth array y, dq, dk and dv. None if the library does not have the case.
+    """
+
+    name: str
+    version: str
+    includes: str
+    prepare: Callable[[Any, Sequence[jax.Array]], PreparedAttention | None]
     synchronize: Callable[[], None]
 
 
