@@ -14,6 +14,9 @@ except ImportError:
     raise
 
 from coda_jax import fp8 as fp8
+from coda_jax.attend import AttentionConfig as AttentionConfig
+from coda_jax.attend import Intervals as Intervals
+from coda_jax.attend import attention as attention
 from coda_jax.epilogue import ByGroup as ByGroup
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import contraction_order as contraction_order
@@ -61,6 +64,7 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionConfig",
     "ByGroup",
     "Comparison",
     "DeferredNorm",
@@ -68,12 +72,14 @@ __all__ = [
     "FallbackError",
     "FallbackWarning",
     "GemmConfig",
+    "Intervals",
     "NotTileLocalError",
     "PlanCosts",
     "Stream",
     "Tuning",
     "Value",
     "__version__",
+    "attention",
     "block",
     "check",
     "compare",

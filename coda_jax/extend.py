@@ -1,5 +1,6 @@
-"""For libraries of layers: the functions that `flax_layers` uses beside the operators."""
+"""For libraries of layers: what `flax_layers` uses beside the operators."""
 
+from coda_jax.attend.primitive import CONTEXT_NAME as CONTEXT_NAME
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.graph.lines import joined as joined
 from coda_jax.graph.lines import product as product
@@ -33,6 +34,7 @@ from coda_jax.primitives.mesh_types import varying_axes as varying_axes
 from coda_jax.primitives.mesh_types import without_axes as without_axes
 
 __all__ = [
+    "CONTEXT_NAME",
     "Head",
     "add_residual",
     "add_residual_sumsq",

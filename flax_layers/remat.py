@@ -30,12 +30,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax import Stream
+from coda_jax.extend import CONTEXT_NAME
 
 Remat = str | Iterable[str] | Callable[..., Any] | None
 
 ROUTING = "routing"  # kept by every policy
 EXPERT_ROWS = "expert_rows"
-LAYER_INPUT, CONTEXT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "context", "out_proj", "mlpwo"
+LAYER_INPUT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "out_proj", "mlpwo"
+CONTEXT = CONTEXT_NAME  # `coda.attention` gives it to its result and log-sum-exp
 QKV = ("query_proj", "key_proj", "value_proj")
 NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, EXPERT_ROWS, "mlpwi", LAYER_OUTPUT})
 # MaxText's names for arrays that are several here, or pieces of one.

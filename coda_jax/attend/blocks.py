@@ -1,0 +1,421 @@
+"""Attention by XLA, a block of queries at a time: O(T) memory in both passes. The reference for the kernels.
+
+    s = scale q k^T + bias, -inf where a query does not see a key     m = rows' maximum     e = exp(s - m)
+    l = rows' sums of e          y = (e v) / l          lse = m + log l
+
+The backward pass makes the probabilities again, from lse:
+
+    p = exp(s - lse)        ds = p (dy v^T - delta + dlse)        delta = rowsum(dy y)
+    dq = scale ds k         dk = scale ds^T q         dv = p^T dy         dbias = ds, summed over its axes of size 1
+
+Products are summed in float32 (float64 of float64 arrays), as are s, e and p; e, p and ds are rounded to the arrays'
+dtype where they are factors. A row that sees nothing has y = 0, lse = -inf and no gradient.
+
+A query is not reached by what it does not see, in either pass, even where that is NaN or infinite: numbers that are not
+finite are zeros in all factors here, and the scores of their row or key are NaN instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from coda_jax.attend.spec import AttentionSpec, MaskArrays, MaskSpec
+from coda_jax.epilogue.values import same_size
+
+_MOST_BYTES = 64 << 20  # of a block's scores
+_LEAST_ROWS = 16  # of a block, whatever its bytes
+_MOST_SPANS = 8  # of queries that read the same keys: causal attention then computes 1/2 + 1/16 of all scores
+_LEAST_SPAN = 512
+_WINDOW_ROWS = 128  # of a block whose keys move with it, at least
+
+
+class Span(NamedTuple):
+    """Queries start to start + blocks * size, in blocks of `size`, which read keys from first to first + count.
+
+    Attributes:
+      width: how many of these keys a block reads. Where they are not all, its keys move with its queries.
+    """
+
+    start: int
+    size: Any
+    blocks: int
+    first: int
+    count: Any
+    width: Any
+
+
+def spans(heads: Any, length: Any, keys: Any, mask: MaskSpec) -> list[Span]:
+    """The spans of queries (of all heads of a batch) that read the same keys.
+
+    Symbolic sizes of queries or keys are one block. A symbolic number of heads counts as one.
+    """
+    if not (isinstance(length, int) and isinstance(keys, int)) or length == 0:
+        return [Span(0, length, 1, 0, keys, keys)]
+    row_bytes = 4 * keys * (heads if isinstance(heads, int) else 1)
+    most_rows = max(_MOST_BYTES // max(row_bytes, 1), _LEAST_ROWS)
+    if mask.left is not None and mask.right is not None:
+        reach = max(mask.left + mask.right, 0)
+        size = _block_size(length, min(most_rows, max(reach, _WINDOW_ROWS)))
+        return [Span(0, size, -(-length // size), 0, keys, max(min(size + mask.left + mask.right, keys), 0))]
+    is_bounded = mask.left is not None or mask.right is not None
+    count = min(max(length // _LEAST_SPAN, 1), _MOST_SPANS) if is_bounded else 1
+    size = _block_size(length, min(most_rows, -(-length // count)))
+    blocks = -(-length // size)
+    each, found = -(-blocks // count), []
+    for block in range(0, blocks, each):
+        number = min(each, blocks - block)
+        start, end = block * size, (block + number) * size
+        first = 0 if mask.left is None else min(max(start - mask.left, 0), keys)
+        last = keys if mask.right is None else max(min(end + mask.right, keys), first)
+        found.append(Span(start, size, number, first, last - first, last - first))
+    return found
+
+
+def _block_size(length: int, most_rows: int) -> int:
+    """Rows of a block: a power of two where these divide the length, else as even as can be."""
+    if length <= most_rows:
+        return length
+    power = 1 << (most_rows.bit_length() - 1)
+    return power if length % power == 0 else -(-length // -(-length // most_rows))
+
+
+def forward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+    """Attention's results.
+
+    Args:
+      *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask.
+
+    Returns:
+      y (B, T, H, Dv) in q's dtype and lse (B, H, T), float32 or wider.
+    """
+    q, k, v, *mask_arrays = arrays
+    problem = _Problem.of(q, k, v, mask_arrays, spec)
+    row_poison = problem.of_rows(_poison(q))
+
+    def block(at: _Block) -> tuple[Any, tuple[()]]:
+        s = at.scores()
+        m = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
+        m = jnp.where(m == -jnp.inf, 0, m)
+        e = jnp.exp(s - m)
+        total = jnp.sum(e, axis=-1, keepdims=True)
+        is_empty = total == 0
+        total = jnp.where(is_empty, 1, total)
+        y = at.product("bngts,bnsh->bngth", e.astype(v.dtype), at.keys(problem.v)) / total
+        y = jnp.where(is_empty, 0, y + at.rows(row_poison)).astype(q.dtype)
+        return (y, jnp.where(is_empty, -jnp.inf, m + jnp.log(total))), ()
+
+    pieces = [problem.over_blocks(block, span)[0] for span in problem.spans]
+    y, lse = (problem.joined(each) for each in zip(*pieces, strict=True))
+    return [_from_heads(y), _from_heads(lse)[..., 0].transpose(0, 2, 1)]
+
+
+def backward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+    """Attention's gradients.
+
+    Args:
+      *arrays: as `forward` takes them, and then its results y and lse and their cotangents dy and dlse.
+
+    Returns:
+      dq, dk and dv, with the types of q, k and v.
+    """
+    problem, again = _again(arrays, spec)
+    q, k, v = arrays[:3]
+    accumulator = problem.accumulator
+
+    def block(at: _Block) -> tuple[Any, Any]:
+        p, ds = again(at)
+        dy = at.rows(again.dy)
+        rounded, keys = ds.astype(k.dtype), at.keys(problem.k)
+        dq = at.product("bngts,bnsh->bngth", rounded, keys) * spec.scale
+        dk = at.product("bngts,bngth->bnsh", rounded, at.rows(problem.q)) * spec.scale
+        return (dq.astype(q.dtype),), (dk, at.product("bngts,bngth->bnsh", p.astype(dy.dtype), dy))
+
+    dq_pieces, totals = [], tuple(jnp.zeros(x.shape, accumulator) for x in (problem.k, problem.v))
+    for span in problem.spans:
+        (dq,), totals = problem.over_blocks(block, span, totals)
+        dq_pieces.append(dq)
+    dk, dv = (total.transpose(0, 2, 1, 3).astype(x.dtype) for total, x in zip(totals, (k, v), strict=True))
+    return [_from_heads(problem.joined(dq_pieces)), dk, dv]
+
+
+def bias_cotangent(*arrays: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The bias's gradient, with its type, from what `backward` takes."""
+    problem, again = _again(arrays, spec)
+    bias, heads_bias = spec.mask.arrays(arrays[3:-4]).bias, problem.masks.bias
+    has_rows, has_keys = not _is_one(bias.shape[2]), not _is_one(bias.shape[3])
+
+    def block(at: _Block) -> tuple[Any, Any]:
+        _, ds = again(at)
+        axes = tuple(axis for axis, size in enumerate(heads_bias.shape) if _is_one(size))
+        ds = jnp.sum(ds, axis=axes, keepdims=True)
+        if has_keys:  # of keys that the block does not read, zeros
+            zeros = jnp.zeros((*ds.shape[:-1], problem.k.shape[2]), ds.dtype)
+            ds = lax.dynamic_update_slice_in_dim(zeros, ds, at.key_start, axis=4)
+        return ((ds,), ()) if has_rows else ((), (ds,))
+
+    total: Any = () if has_rows else (jnp.zeros(heads_bias.shape, problem.accumulator),)
+    pieces = []
+    for span in problem.spans:
+        rows, total = problem.over_blocks(block, span, total)
+        pieces.append(rows)
+    dbias = problem.joined([rows for (rows,) in pieces]) if has_rows else total[0]
+    return dbias.reshape(bias.shape).astype(bias.dtype)
+
+
+def seen(spec: MaskSpec, arrays: Sequence[jax.Array], length: Any, keys: Any) -> jax.Array | None:
+    """The pairs that see each other, (1 or B, 1 or H, 1 or T, 1 or S) bool, from a mask's arrays; None where all do."""
+    masks = spec.arrays(arrays)
+    conditions = _conditions(spec, masks, jnp.arange(length)[:, None], jnp.arange(keys))
+    conditions = [x[:, :, 0] if x.ndim == 5 else x[None, None] for x in conditions]
+    conditions += [] if masks.mask is None else [masks.mask]
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+class _Block(NamedTuple):
+    """A block of queries from `start` on, and the keys from `key_start` on."""
+
+    problem: _Problem
+    span: Span
+    start: Any
+    key_start: Any
+
+    def rows(self, x: jax.Array, axis: int = 3) -> jax.Array:
+        """The block's rows of an array."""
+        return _sliced(x, self.start, self.span.size, axis)
+
+    def keys(self, x: jax.Array, axis: int = 2) -> jax.Array:
+        """The keys of an array that the block reads."""
+        return _sliced(x, self.key_start, self.span.width, axis)
+
+    def pairs(self, x: jax.Array) -> jax.Array:
+        """The part of a mask or bias, by heads, that is of the block's pairs; axes of size 1 stay."""
+        x = x if _is_one(x.shape[3]) else self.rows(x)
+        return x if _is_one(x.shape[4]) else self.keys(x, axis=4)
+
+    def product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, a, b, preferred_element_type=self.problem.accumulator)
+
+    def scores(self, shift: jax.Array | None = None) -> jax.Array:
+        """s (B, K, G, t, s), less what `shift` has for each row; -inf where a query does not see a key."""
+        problem = self.problem
+        # coda_jax's tools recognise products of attention by the names of these axes.
+        s = self.product("bngth,bnsh->bngts", self.rows(problem.q), self.keys(problem.k)) * problem.spec.scale
+        if problem.masks.bias is not None:
+            s = s + self.pairs(problem.masks.bias).astype(s.dtype)
+        s = s + self.keys(problem.key_poison, axis=4)
+        if shift is not None:
+            s = s - shift
+        for condition in self._conditions():
+            s = jnp.where(condition, s, -jnp.inf)
+        return s
+
+    def _conditions(self) -> list[jax.Array]:
+        masks = self.problem.masks
+        rows = self.start + jnp.arange(self.span.size, dtype=jnp.int32)[:, None]
+        keys = self.key_start + jnp.arange(self.span.width, dtype=jnp.int32)
+        arrays = MaskArrays(
+            intervals=None if masks.intervals is None else self.rows(masks.intervals, axis=2),
+            query_ids=None if masks.query_ids is None else self.rows(masks.query_ids, axis=1),
+            key_ids=None if masks.key_ids is None else self.keys(masks.key_ids, axis=1),
+        )
+        found = _conditions(self.problem.spec.mask, arrays, rows, keys)
+        return found if masks.mask is None else [*found, self.pairs(masks.mask)]
+
+
+def _conditions(spec: MaskSpec, masks: MaskArrays, rows: jax.Array, keys: jax.Array) -> list[jax.Array]:
+    """The conditions by which a query sees a key, beside the mask: (t, s) or (B, 1, 1, t, s), of some rows and keys."""
+    found = []
+    if spec.left is not None:
+        found.append(keys >= rows - spec.left)
+    if spec.right is not None:
+        found.append(keys <= rows + spec.right)
+    if masks.intervals is not None:
+        bounds = masks.intervals[:, :, None, None, :, None]
+        each = [(bounds[:, i] <= keys) & (keys <= bounds[:, i + 1]) for i in range(0, 2 * spec.intervals, 2)]
+        found.append(functools.reduce(jnp.logical_or, each))
+    if masks.query_ids is not None:
+        found.append(masks.query_ids[:, None, None, :, None] == masks.key_ids[:, None, None, None, :])
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """The arrays of attention, by heads: K of keys with G of queries to each.
+
+    Attributes:
+      length: T; q and all that has rows is padded to whole blocks.
+      q: (B, K, G, T, D).
+      k, v: (B, K, S, D or Dv).
+      key_poison: (B, K, 1, 1, S), NaN for keys that are not finite in k or v, else 0.
+      masks: mask and bias are (B or 1, K or 1, G or 1, T or 1, S or 1).
+    """
+
+    spec: AttentionSpec
+    length: Any
+    spans: tuple[Span, ...]
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    key_poison: jax.Array
+    masks: MaskArrays
+
+    @classmethod
+    def of(
+        cls, q: jax.Array, k: jax.Array, v: jax.Array, mask_arrays: Sequence[jax.Array], spec: AttentionSpec
+    ) -> _Problem:
+        length, kv_heads, masks = q.shape[1], k.shape[2], spec.mask.arrays(mask_arrays)
+        found = spans(q.shape[0] * q.shape[2], length, k.shape[1], spec.mask)
+        rows = found[-1].start + found[-1].blocks * found[-1].size
+        key_poison = (_poison(k) + _poison(v)).transpose(0, 2, 3, 1)[:, :, None]
+
+        def by_heads(x: jax.Array | None) -> jax.Array | None:
+            if x is None:
+                return None
+            groups = (1, 1) if _is_one(x.shape[1]) else (kv_heads, x.shape[1] // kv_heads)
+            return _padded(x.reshape(x.shape[0], *groups, *x.shape[2:]), rows, axis=3)
+
+        masks = masks._replace(
+            intervals=None if masks.intervals is None else _padded(masks.intervals, rows, axis=2),
+            query_ids=None if masks.query_ids is None else _padded(masks.query_ids, rows, axis=1),
+            mask=by_heads(masks.mask),
+            bias=by_heads(masks.bias),
+        )
+        k, v = (_finite(x).transpose(0, 2, 1, 3) for x in (k, v))
+        q = _padded(_by_heads(_finite(q), kv_heads), rows, axis=3)
+        return cls(spec, length, tuple(found), q, k, v, key_poison, masks)
+
+    @property
+    def accumulator(self) -> Any:
+        return jnp.promote_types(self.q.dtype, jnp.float32)
+
+    def of_rows(self, x: jax.Array, padding: float = 0) -> jax.Array:
+        """An array of queries (B, T, H, n) as (B, K, G, T, n), T padded."""
+        return _padded(_by_heads(x, self.k.shape[1]), self.q.shape[3], axis=3, value=padding)
+
+    def over_blocks(self, block: Callable[[_Block], Any], span: Span, totals: Any = ()) -> Any:
+        """The results of a block for the rows of a span, whose axis is 3, and the totals with all that blocks add.
+
+        What a block adds is for all keys, or for the keys that it reads, in axis 2.
+        """
+
+        def step(totals: Any, start: Any) -> tuple[Any, Any]:
+            key_start: Any = span.first
+            if not same_size(span.width, span.count):
+                key_start = jnp.clip(start - (self.spec.mask.left or 0), 0, span.count - span.width).astype(jnp.int32)
+            at = _Block(self, span, start, key_start)
+            rows, terms = block(at)
+            return tuple(_added(x, term, key_start) for x, term in zip(totals, terms, strict=True)), rows
+
+        if span.blocks == 1:
+            totals, rows = step(totals, span.start)
+            return rows, totals
+        starts = jnp.arange(span.blocks, dtype=jnp.int32) * span.size + span.start
+        # So that a second derivative keeps no scores.
+        totals, rows = lax.scan(jax.checkpoint(step, prevent_cse=False), totals, starts)
+        return jax.tree.map(_of_all_blocks, rows), totals
+
+    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """The rows of all spans, without padding."""
+        x = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=3)
+        return x if same_size(x.shape[3], self.length) else x[:, :, :, : self.length]
+
+
+class _Again(NamedTuple):
+    """The probabilities of a block again, and the cotangents of its scores.
+
+    Attributes:
+      dy: (B, K, G, T, Dv).
+      lse: (B, K, G, T, 1), inf for rows that see nothing, whose p is 0 then, and NaN for those whose p is to be.
+      correction: delta - dlse of each row.
+    """
+
+    v: jax.Array
+    dy: jax.Array
+    lse: jax.Array
+    correction: jax.Array
+
+    def __call__(self, at: _Block) -> tuple[jax.Array, jax.Array]:
+        p = jnp.exp(at.scores(at.rows(self.lse)))
+        dp = at.product("bngth,bnsh->bngts", at.rows(self.dy), at.keys(self.v))
+        return p, p * (dp - at.rows(self.correction))
+
+
+def _again(arrays: Sequence[jax.Array], spec: AttentionSpec) -> tuple[_Problem, _Again]:
+    q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
+    # Without the barrier XLA finds the scores of the forward pass equal to these, and keeps them.
+    k, dy = lax.optimization_barrier((k, dy))
+    problem = _Problem.of(q, k, v, mask_arrays, spec)
+    lse, dlse = (x.transpose(0, 2, 1)[..., None] for x in (lse, dlse))
+    is_empty = lse == -jnp.inf
+    dy = jnp.where(is_empty, 0, dy)
+    delta = jnp.sum(dy.astype(problem.accumulator) * y.astype(problem.accumulator), axis=-1, keepdims=True)
+    correction = jnp.where(is_empty, 0, delta - dlse)
+    poison = _poison(dy) + _poison(correction) + _poison(q)
+    shift = jnp.where(is_empty, jnp.inf, lse + poison)
+    return problem, _Again(
+        problem.v,
+        problem.of_rows(_finite(dy)),
+        problem.of_rows(shift, padding=jnp.inf),
+        problem.of_rows(_finite(correction)),
+    )
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _poison(x: jax.Array) -> jax.Array:
+    """NaN for each row (..., 1) with a number that is not finite, else 0; float32 or wider."""
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.where(jnp.all(jnp.isfinite(x), axis=-1, keepdims=True), jnp.zeros((), dtype), jnp.nan)
+
+
+def _by_heads(x: jax.Array, kv_heads: int) -> jax.Array:
+    """An array of queries (B, T, H, n) as (B, K, G, T, n)."""
+    return x.reshape(*x.shape[:2], kv_heads, x.shape[2] // kv_heads, x.shape[3]).transpose(0, 2, 3, 1, 4)
+
+
+def _from_heads(x: jax.Array) -> jax.Array:
+    """`_by_heads` the other way."""
+    batch, kv_heads, groups, length, last = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, last)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _padded(x: jax.Array, size: Any, axis: int, value: float = 0) -> jax.Array:
+    """x with this axis made as long as `size`, but where it is 1 for all."""
+    if _is_one(x.shape[axis]) or same_size(x.shape[axis], size):
+        return x
+    widths = [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _sliced(x: jax.Array, start: Any, size: Any, axis: int) -> jax.Array:
+    if same_size(x.shape[axis], size):
+        return x
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=axis)
+    return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+
+
+def _added(total: jax.Array, term: jax.Array, key_start: Any) -> jax.Array:
+    if total.ndim == 5 or same_size(total.shape[2], term.shape[2]):
+        return total + term
+    before = lax.dynamic_slice_in_dim(total, key_start, term.shape[2], axis=2)
+    return lax.dynamic_update_slice_in_dim(total, before + term, key_start, axis=2)
+
+
+def _of_all_blocks(x: jax.Array) -> jax.Array:
+    """Results of blocks, which are in the first axis, with their rows in axis 3."""
+    x = jnp.moveaxis(x, 0, 3)
+    return x.reshape(*x.shape[:3], x.shape[3] * x.shape[4], *x.shape[5:])

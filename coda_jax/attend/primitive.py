@@ -1,0 +1,224 @@
+"""Attention's two JAX primitives: their types, their batching, their form by XLA, and what joins them.
+
+    attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays
+        -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32
+    attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T) -> dq, dk, dv
+
+K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing lse is -inf and y is 0. The
+mask's arrays are those of `MaskArrays`. float64 arrays, which XLA alone takes, have lse in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex_core
+from jax.interpreters import batching, mlir
+
+from coda_jax.attend import blocks
+from coda_jax.attend.spec import AttentionSpec
+from coda_jax.epilogue.values import same_size
+from coda_jax.primitives.mesh_types import (
+    explicit_axes,
+    explicit_cuts,
+    explicit_sharding,
+    partition_spec,
+    placed,
+    reshaped,
+    vary,
+    varying_axes,
+)
+from coda_jax.primitives.reverse_mode import differentiable
+
+CONTEXT_NAME = "context"  # of y and lse, for policies of `jax.checkpoint` that keep arrays by name
+
+attention_forward_p = jex_core.Primitive("coda_attention")
+attention_backward_p = jex_core.Primitive("coda_attention_backward")
+FORMS: dict[jex_core.Primitive, Callable[..., list[jax.Array]]] = {  # by XLA
+    attention_forward_p: blocks.forward,
+    attention_backward_p: blocks.backward,
+}
+
+
+def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """y (B, T, H, Dv) and lse (B, H, T) of q, k, v and the mask's arrays, with their derivatives of any order.
+
+    The first derivative runs `attention_backward_p`, and further ones XLA's form of it.
+    """
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(attention_forward_p.bind(*arrays, spec=spec))
+
+    def forward(*arrays: jax.Array) -> tuple[Any, Any]:
+        y, lse = (checkpoint_name(x, CONTEXT_NAME) for x in attend(*arrays, spec=spec))
+        return (y, lse), (arrays, y, lse)
+
+    def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
+        arrays, y, lse = kept
+        *mask_cotangents, dbias = (None,) * max(len(arrays) - 3, 1)
+        all_arrays = *arrays, y, lse, *cotangents
+        if spec.mask.has_bias:  # apart, so that it is not computed where nobody asks for it
+            dbias = _bias_cotangent(*all_arrays, spec=spec)
+        return (*_gradients(*all_arrays, spec=spec), *mask_cotangents, dbias)[: len(arrays)]
+
+    y, lse = differentiable("attention", run, forward, backward)(*vary(varying_axes(*arrays), *arrays))
+    return y, lse
+
+
+def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    """dq, dk and dv, with their own derivative."""
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(attention_backward_p.bind(*arrays, spec=spec))
+
+    def forward(*arrays: jax.Array) -> tuple[Any, Any]:
+        return _gradients(*arrays, spec=spec), arrays
+
+    def backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+        places = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def form(*differentiated: jax.Array) -> tuple[jax.Array, ...]:
+            given = dict(zip(places, differentiated, strict=True))
+            return tuple(_second_form(*(given.get(i, x) for i, x in enumerate(arrays)), spec=spec))
+
+        _, pullback = jax.vjp(form, *(arrays[i] for i in places))
+        found = dict(zip(places, pullback(tuple(cotangents)), strict=True))
+        return tuple(found.get(i) for i in range(len(arrays)))
+
+    gradients: tuple[jax.Array, ...] = differentiable("attention", run, forward, backward)(*arrays)
+    return gradients
+
+
+def _by_xla(form: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax.Array], spec: AttentionSpec) -> Any:
+    """form(*arrays), whose results have these types; XLA's partitioner divides it over explicit mesh axes too."""
+    function = functools.partial(form, spec=spec)
+    if not explicit_axes(jax.sharding.get_abstract_mesh()):
+        return function(*arrays)
+    placements = [x.sharding.spec for x in types]
+    return jax.sharding.auto_axes(lambda *given: list(function(*given)), out_sharding=placements)(*arrays)
+
+
+def xla_form(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
+    """The results of a primitive by XLA."""
+    types = _TYPES[primitive](*map(jax.typeof, arrays), spec=spec)
+    results: list[jax.Array] = _by_xla(FORMS[primitive], types, arrays, spec)
+    return results
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def _second_form(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+    return xla_form(*arrays, spec=spec, primitive=attention_backward_p)
+
+
+@functools.partial(jax.jit, static_argnames=("spec",))
+def _bias_cotangent(*arrays: jax.Array, spec: AttentionSpec) -> jax.Array:
+    def form(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+        return [blocks.bias_cotangent(*arrays, spec=spec)]
+
+    bias = spec.mask.arrays(arrays[3:-4]).bias
+    (dbias,) = _by_xla(form, [jax.typeof(bias)], arrays, spec)
+    result: jax.Array = dbias
+    return result
+
+
+def _forward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
+    batch, length, heads, _ = q.shape
+    axes = explicit_cuts(q)
+    return [
+        _type_like(q, (batch, length, heads, v.shape[-1]), q.dtype, (*axes[:3], ())),
+        _type_like(q, (batch, heads, length), jnp.promote_types(q.dtype, jnp.float32), (axes[0], axes[2], axes[1])),
+    ]
+
+
+def _type_like(q: Any, shape: Sequence[Any], dtype: Any, mesh_axes: Sequence[tuple[str, ...]]) -> Any:
+    """A type on q's mesh, which these axes of it shard."""
+    sharding = q.sharding.update(spec=partition_spec(mesh_axes))
+    return q.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _backward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
+    return [x.update(weak_type=False) for x in (q, k, v)]
+
+
+_TYPES = {attention_forward_p: _forward_types, attention_backward_p: _backward_types}
+
+
+def _batch(
+    arrays: Sequence[jax.Array], dims: Sequence[int | None], *, spec: AttentionSpec, primitive: jex_core.Primitive
+) -> tuple[list[jax.Array], list[int]]:
+    """More sequences: the new axis and B become one. What lacks the new axis is repeated, but for what B shares too."""
+    each = list(zip(arrays, dims, strict=True))
+    size, cuts = next((x.shape[dim], explicit_cuts(x)[dim]) for x, dim in each if dim is not None)
+    batch = arrays[0].shape[int(dims[0] == 0)]
+    of_mask = spec.mask.arrays(range(3, 3 + len(spec.mask.fields)))
+    merged = []
+    for i, (x, dim) in enumerate(each):
+        if dim is None and i in (of_mask.mask, of_mask.bias) and not same_size(x.shape[0], batch):
+            merged.append(x)  # one for all
+            continue
+        x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
+        x = _cut(jnp.broadcast_to(x, (size, batch, *x.shape[2:])), cuts)
+        merged.append(reshaped(x, (size * batch, *x.shape[2:]), merged=(2, *(1,) * (x.ndim - 2))))
+    q_cuts = explicit_cuts(merged[0])[0]
+    batch_cuts = tuple(name for name in q_cuts if name not in cuts)
+    outputs = []
+    for x in primitive.bind(*merged, spec=spec):
+        rest = [tuple(name for name in names if name not in q_cuts) for names in explicit_cuts(x)[1:]]
+        outputs.append(reshaped(x, (size, batch, *x.shape[1:]), cuts=(cuts, batch_cuts, *rest)))
+    return outputs, [0] * len(outputs)
+
+
+def _cut(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
+    """x, whose first axis these explicit mesh axes shard, and no other."""
+    if not cuts:
+        return x
+    others = [tuple(name for name in names if name not in cuts) for names in explicit_cuts(x)[1:]]
+    sharding = explicit_sharding(x).update(spec=partition_spec([cuts, *others]))
+    cut: jax.Array = placed(x, sharding)
+    return cut
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *arrays: Any, spec: AttentionSpec, primitive: jex_core.Primitive
+) -> Sequence[Any]:
+    if spec.implementation == "cuda":
+        platforms = "/".join(ctx.platforms or ctx.module_context.platforms)
+        raise NotImplementedError(
+            f"attention: implementation='cuda' was asked for on platform {platforms}; the kernels run on NVIDIA Hopper "
+            "GPUs. Use None or 'xla' here."
+        )
+    return lower_xla(ctx, *arrays, spec=spec, primitive=primitive)
+
+
+def lower_xla(
+    ctx: mlir.LoweringRuleContext, *arrays: Any, spec: AttentionSpec, primitive: jex_core.Primitive
+) -> Sequence[Any]:
+    """Lowers a primitive to its form by XLA, on whatever platform."""
+    form = functools.partial(_traced_form, spec=spec, primitive=primitive)
+    lowered: Sequence[Any] = mlir.lower_fun(form, multiple_results=True)(ctx, *arrays)
+    return lowered
+
+
+_traced_form = jax.jit(xla_form, static_argnames=("spec", "primitive"))  # equal calls are traced once
+
+
+def _bind_flat(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):  # jit is disabled, or looks for a NaN
+        return xla_form(*arrays, spec=spec, primitive=primitive)
+    results: list[jax.Array] = primitive.bind(*arrays, spec=spec)
+    return results
+
+
+_run = jax.jit(_bind_flat, static_argnames=("spec", "primitive"))  # one for all calls outside jit
+
+for _primitive in FORMS:
+    _primitive.multiple_results = True
+    _primitive.def_abstract_eval(_TYPES[_primitive])
+    _primitive.def_impl(functools.partial(_run, primitive=_primitive))
+    batching.primitive_batchers[_primitive] = functools.partial(_batch, primitive=_primitive)
+    mlir.register_lowering(_primitive, functools.partial(_lower, primitive=_primitive))

@@ -1,0 +1,102 @@
+"""The one parameter of attention's primitives: all that defines a call except its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from coda_jax.epilogue.call_site import CallSite, call_site
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """How the kernels compute attention.
+
+    Attributes:
+      deterministic: whether the backward pass adds in one order, so that equal arguments give equal bits.
+    """
+
+    deterministic: bool = True
+
+
+class MaskArrays(NamedTuple):
+    """The arrays of a mask, each None where its `MaskSpec` has none.
+
+    B sequences of T queries and S keys; H heads.
+
+    Attributes:
+      intervals: (B, 2 * intervals, T) int32: the first and the last key that a query sees, of the first interval and
+        then of the second; first = S and last = -1 where it sees none (first = 0 where S is 0), else both are in
+        0 .. S - 1.
+      query_ids, key_ids: (B, T) and (B, S) int32.
+      mask: (1 or B, 1 or H, 1 or T, 1 or S) bool.
+      bias: the same shape, of a floating dtype.
+    """
+
+    intervals: Any = None
+    query_ids: Any = None
+    key_ids: Any = None
+    mask: Any = None
+    bias: Any = None
+
+    @property
+    def present(self) -> tuple[Any, ...]:
+        """The arrays that there are, as the primitives take them."""
+        return tuple(x for x in self if x is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskSpec:
+    """The keys that a query sees: query i sees key j where all of this holds.
+
+    Attributes:
+      left, right: i - left <= j <= i + right; None is no bound. Either may be negative.
+      intervals: 0, 1 or 2: how many intervals of keys each query has in an array; it sees the keys of all of them.
+        With any, left and right are None.
+      has_ids: whether queries and keys have ids, which must be equal.
+      has_mask: whether there is a mask of all pairs.
+      has_bias: whether there is a bias, which is added to scores and hides no key but by -inf.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    intervals: int = 0
+    has_ids: bool = False
+    has_mask: bool = False
+    has_bias: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of `MaskArrays` that there are."""
+        ids = ("query_ids", "key_ids") if self.has_ids else ()
+        has = (("intervals", self.intervals > 0), ("mask", self.has_mask), ("bias", self.has_bias))
+        intervals, mask, bias = ((name,) if flag else () for name, flag in has)
+        return (*intervals, *ids, *mask, *bias)
+
+    def arrays(self, arrays: Sequence[Any]) -> MaskArrays:
+        """The arrays of a call, or other values of which there is one for each, by name."""
+        return MaskArrays(**dict(zip(self.fields, arrays, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """A call of attention. Equal specs and equal argument types lower to the same program.
+
+    Attributes:
+      mask: which keys a query sees.
+      scale: of the products of queries and keys, before the bias is added; more than 0.
+      implementation: None, "cuda" or "xla".
+      config: how the kernels compute it; None for the default.
+      site: the user's line, for messages.
+    """
+
+    mask: MaskSpec
+    scale: float
+    implementation: str | None = None
+    config: AttentionConfig | None = None
+    site: CallSite = dataclasses.field(default_factory=call_site)
+
+    def __str__(self) -> str:  # in a printed jaxpr
+        names = [field.name for field in dataclasses.fields(self) if field.name != "site"]
+        return f"({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
