@@ -7,7 +7,7 @@
 //   dq += ds k                                             (ds through shared memory), float32 in memory
 //
 // A CTA has a tile of keys of one head of keys in shared memory, and goes over all tiles of queries that see one of
-// them, the last first, and for each over the heads of queries that share the head: dk and dv stay in registers. Of
+// them, and for each over the heads of queries that share the head: dk and dv stay in registers. Of
 // narrow heads a consumer has 64 of 128 keys; of wide ones both have the same 64 keys, and each half of the columns.
 //
 // dq is added in the order of the accumulator's registers, 16 bytes a thread and instruction, and `finish_dq` brings it
@@ -25,6 +25,7 @@ struct BackwardParams {
   const float *lse, *delta;    // (batch, heads, padded queries); lse log2(e)
   Mask mask;                   // tiles are those of keys
   const uint32* needed_keys;   // (batch, tiles of queries, words)
+  const int* positions;        // (batch, tiles of keys): in the order of the mask
   float* dq;
   void *dk, *dv;  // (batch, keys, key heads, width); with splits float32, (splits, batch, keys, key heads, width)
   int* turns;     // (batch, heads, tiles of queries), zeros
@@ -36,8 +37,8 @@ struct BackwardParams {
   float scale;
 };
 
-/// Config: as that of Forward; and dim (a padded width: 64, 128 or 256), keys and queries (of a tile), stages,
-/// is_split, deterministic.
+/// Config: as that of Forward, but for consumers and q_stages; and dim (a padded width: 64, 128 or 256), keys and
+/// queries (of a tile), stages, is_split, deterministic.
 template <class Config>
 struct Backward {
   static constexpr DType input = Config::input;
@@ -69,23 +70,26 @@ struct Backward {
   static constexpr int v_at = k_bytes, ds_at = v_at + v_bytes, q_at = ds_at + ds_tiles * ds_bytes;
   static constexpr int dy_at = q_at + stages * q_bytes, vectors_at = dy_at + stages * dy_bytes;
   static constexpr int ring_at = vectors_at + stages * vectors * vector_bytes;
-  static constexpr int turns_at = ring_at + Ring<stages>::bytes, added_at = turns_at + Ring<2>::bytes;
-  static constexpr int is_first_at = added_at + 16, barriers_at = is_first_at + 8, clean_at = barriers_at + 16;
+  static constexpr int turn_slots = 4;
+  static constexpr int turns_at = ring_at + Ring<stages>::bytes, added_at = turns_at + Ring<turn_slots>::bytes;
+  static constexpr int ranks_at = added_at + 8 * turn_slots, barriers_at = ranks_at + 8 * turn_slots;
+  static constexpr int clean_at = barriers_at + 16;
   static constexpr int steps_at = clean_at + 8 * stages, marks_at = steps_at + 4 * stages,
                        key_marks_at = marks_at + stages * (queries / 8);
-  static constexpr int shared_bytes = key_marks_at + keys / 8 + 1024;  // aligned to 1024
-  using CleanKeys = Cleaner<input, keys, chunks>;
-  using CleanValues = Cleaner<input, keys, value_chunks>;
-  using CleanQueries = Cleaner<input, queries, chunks>;
-  using CleanCotangents = Cleaner<input, queries, value_chunks>;
-  enum Warp { producer = 0, turns = 1, cleaner = 2 };
+  static constexpr int shared_bytes = key_marks_at + 32 + 1024;  // aligned to 1024
+  using CleanKeys = Cleaner<input, keys, chunks, 8>;
+  using CleanValues = Cleaner<input, keys, value_chunks, 8>;
+  using CleanQueries = Cleaner<input, queries, chunks, 1>;
+  using CleanCotangents = Cleaner<input, queries, value_chunks, 1>;
+  using Tiles = Walk<has_arrays>;
+  enum Warp { producer = 0, waits_for_turns = 1, passes_turns = 2, cleaner = 3 };
   enum Barrier { ds_ready = 1 };
 
   const BackwardParams& p;
   const uint32 shared;
   const Ring<stages> ring;
-  const Ring<2> turn_ring;
-  int key_head, batch, key, first_head, end_head;
+  const Ring<turn_slots> turn_ring;
+  int key_head, batch, key, first_head, end_head, position;
 
   __device__ __forceinline__ Backward(const BackwardParams& p, uint32 shared)
       : p(p), shared(shared), ring{shared + ring_at}, turn_ring{shared + turns_at} {}
@@ -101,30 +105,35 @@ struct Backward {
   __device__ __forceinline__ uint32 clean(uint32 slot) const { return shared + clean_at + 8 * slot; }
   __device__ __forceinline__ uint32 marks(uint32 slot) const { return shared + marks_at + slot * (queries / 8); }
   __device__ __forceinline__ uint32 key_marks() const { return shared + key_marks_at; }
-  __device__ __forceinline__ uint32 is_first(uint32 slot) const { return shared + is_first_at + 4 * slot; }
+  __device__ __forceinline__ uint32 rank_at(uint32 slot) const { return shared + ranks_at + 8 * slot; }
   __device__ __forceinline__ uint32 added(uint32 slot) const { return shared + added_at + 8 * slot; }
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      ring.init(1, has_arrays ? 8 + 2 : 8);
+      ring.init(1, has_arrays ? 8 + 1 : 8);
       turn_ring.init(1, 1);
-      ptx::mbarrier_init(added(0), 8);
-      ptx::mbarrier_init(added(1), 8);
+      for (int slot = 0; slot < turn_slots; ++slot) ptx::mbarrier_init(added(slot), 8);
       ptx::mbarrier_init(keys_loaded(), 1);
-      ptx::mbarrier_init(keys_clean(), 2);
+      ptx::mbarrier_init(keys_clean(), 8);
       if constexpr (has_arrays)
-        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 2);
+        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 1);
       ptx::mbarrier_init_fence();
       for (const ptx::TensorMap* map : {&p.q, &p.k, &p.v, &p.dy}) ptx::tma_prefetch_map(*map);
     }
     zero_other_chunks();
-    // The first keys are seen by the most rows: the longest first. CTAs start in this order, in which they add to dq.
+    // CTAs start in this order, in which they add to dq: the keys that the most queries see first.
     int i = blockIdx.x;
     const int split = Config::is_split ? i % p.splits : 0;
     if constexpr (Config::is_split) i /= p.splits;
     key_head = i % p.key_heads, i /= p.key_heads;
-    batch = i % p.batch, i /= p.batch;
-    key = i * keys;
+    position = i;
+    if (has_arrays && p.mask.order != nullptr) {
+      ptx::wait_for_earlier_kernels();
+      i = p.mask.order[i];
+      batch = i / p.key_tiles, key = i % p.key_tiles * keys;
+    } else {
+      batch = i % p.batch, key = i / p.batch * keys;
+    }
     const int groups = p.heads / p.key_heads, each = Config::is_split ? groups / p.splits : groups;
     first_head = key_head * groups + split * each, end_head = first_head + each;
     __syncthreads();
@@ -135,8 +144,9 @@ struct Backward {
       ptx::registers_decrease<producer_registers>();
       const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
       if (threadIdx.x == 0) produce();
-      if (deterministic && warp == turns) keep_turns();
-      if (has_arrays && warp >= cleaner) clean_tiles(warp - cleaner);
+      if (deterministic && warp == waits_for_turns) wait_for_turns();
+      if (deterministic && warp == passes_turns) pass_turns();
+      if (has_arrays && warp == cleaner) clean_queries();
     } else {
       ptx::registers_increase<consumer_registers>();
       consume(warpgroup - 1, split);
@@ -162,14 +172,14 @@ struct Backward {
     if constexpr (loaded_chunks < chunks || loaded_value_chunks < value_chunks) ptx::fence_async_proxy();
   }
 
-  __device__ __forceinline__ Walk<has_arrays> walk() const {
+  __device__ __forceinline__ Tiles walk() const {
     if constexpr (has_arrays)
-      return Walk<true>(p.mask, static_cast<long long>(batch) * p.key_tiles + key / keys, p.query_words);
+      return Tiles(p.mask, static_cast<long long>(batch) * p.key_tiles + key / keys, p.query_words);
     else
-      return Walk<false>(BandTiles(key, min(key + keys, p.keys) - 1, p.right, p.left, queries, p.queries));
+      return Tiles(BandTiles(key, min(key + keys, p.keys) - 1, p.right, p.left, queries, p.queries));
   }
   /// Columns beyond the keys' end are hidden.
-  __device__ __forceinline__ bool is_partial(const Walk<has_arrays>& tiles) const {
+  __device__ __forceinline__ bool is_partial(const Tiles& tiles) const {
     if constexpr (has_arrays)
       return tiles.is_partial();
     else
@@ -177,7 +187,7 @@ struct Backward {
   }
 
   __device__ __forceinline__ void produce() const {
-    Walk<has_arrays> tiles = walk();
+    Tiles tiles = walk();
     if (!tiles.next()) return;
     ptx::mbarrier_arrive_expect(keys_loaded(), keys * (loaded_chunks + loaded_value_chunks) * 128);
 #pragma unroll
@@ -227,59 +237,60 @@ struct Backward {
 
   /// How many tiles of keys are added to a tile of queries before this one: called by a whole warp.
   __device__ __forceinline__ int rank(int query_tile) const {
+    const int own = key / keys;
     if constexpr (has_arrays) {
-      return tiles_before(p.needed_keys + (static_cast<long long>(batch) * p.query_tiles + query_tile) * p.key_words,
-                          key / keys);
+      const uint32* needed = p.needed_keys + (static_cast<long long>(batch) * p.query_tiles + query_tile) * p.key_words;
+      if (p.mask.order == nullptr) return tiles_before(needed, own);
+      return tiles_before(needed, p.positions + batch * p.key_tiles, p.key_tiles, position);
     } else {
-      return key / keys - max(0, query_tile * queries - p.left) / keys;
+      return own - max(0, query_tile * queries - p.left) / keys;
     }
   }
-  __device__ __forceinline__ int* turn_of(int head, int query_tile) const {
-    return p.turns + (static_cast<long long>(batch) * p.heads + head) * p.query_tiles + query_tile;
-  }
 
-  /// One warp, for the consumers: it waits for each turn, and passes it on when the additions of both are complete.
-  __device__ __forceinline__ void keep_turns() const {
-    Walk<has_arrays> tiles = walk();
-    RingPosition<2> at, passed;
-    int* last_turn = nullptr;  // of the tile before, until it has been passed on
-    int last_rank = 0;
+  /// One warp waits for this CTA's turn at each tile, some steps before it is there, and says which turn it is.
+  __device__ __forceinline__ void wait_for_turns() const {
+    Tiles tiles = walk();
+    RingPosition<turn_slots> at;
+    bool has_more = tiles.next();
 #pragma unroll 1
-    while (tiles.next()) {
-      const int before = rank(tiles.tile);
+    while (has_more) {
+      const int tile = tiles.tile, before = rank(tile);
+      has_more = tiles.next();
       if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
         for (int head = first_head; head < end_head; ++head) {
-          int* turn = turn_of(head, tiles.tile);
+          const int turn = (batch * p.heads + head) * p.query_tiles + tile;
           turn_ring.wait_empty(at);
-          while (before > 0 && ptx::load_acquire(turn) != before)
-            if (last_turn != nullptr && ptx::mbarrier_has_completed(added(passed.slot), passed.phase))
-              pass_turn(passed, last_turn, last_rank);
-          ptx::store_word(is_first(at.slot), before == 0);
+          while (before > 0 && ptx::load_acquire(p.turns + turn) != before) {
+          }
+          ptx::store_word(rank_at(at.slot), Step::of(before, false, !has_more && head + 1 == end_head).word);
+          ptx::store_word(rank_at(at.slot) + 4, turn);
           ptx::mbarrier_arrive(turn_ring.full(at.slot));
-          if (last_turn != nullptr) pass_turn(passed, last_turn, last_rank);
-          last_turn = turn, last_rank = before;
           at.advance();
         }
       }
       __syncwarp();
     }
-    if (threadIdx.x % 32 == 0 && last_turn != nullptr) pass_turn(passed, last_turn, last_rank);
   }
-  __device__ __forceinline__ void pass_turn(RingPosition<2>& passed, int*& turn, int rank) const {
-    ptx::mbarrier_wait(added(passed.slot), passed.phase);
-    ptx::store_release(turn, rank + 1);
-    ptx::mbarrier_arrive(turn_ring.empty(passed.slot));
-    passed.advance();
-    turn = nullptr;
+  /// Another one passes the turn on when the additions of all consumers have been issued.
+  __device__ __forceinline__ void pass_turns() const {
+    if (threadIdx.x % 32 != 0 || !walk().next()) return;
+    RingPosition<turn_slots> at;
+    Step now;
+    do {
+      ptx::mbarrier_wait(added(at.slot), at.phase);
+      now = {ptx::load_word(rank_at(at.slot))};
+      ptx::store_release(p.turns + ptx::load_word(rank_at(at.slot) + 4), now.tile() + 1);
+      ptx::mbarrier_arrive(turn_ring.empty(at.slot));
+      at.advance();
+    } while (!now.is_last());
   }
 
   // ---- values that are not finite
 
-  __device__ __forceinline__ void clean_tiles(int warp) const {
-    Walk<has_arrays> tiles = walk();
-    if (!tiles.next()) return;
-    ptx::mbarrier_wait(keys_loaded(), 0);
+  /// The consumers: keys and values of a tile, when they are there.
+  __device__ __forceinline__ void clean_keys() const {
+    const int warp = threadIdx.x / 32 - 4;
     CleanKeys::begin(key_marks(), warp);
     CleanKeys::mark(shared, key_marks(), warp);
     CleanValues::mark(shared + v_at, key_marks(), warp);
@@ -287,21 +298,22 @@ struct Backward {
     CleanValues::clear(shared + v_at, key_marks(), warp);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(keys_clean());
+  }
+  /// One warp: rows of queries, and of y's cotangents, in tiles that are seen in part. What their statistics are says
+  /// which rows are not finite; those of rows that see nothing are cleared too.
+  __device__ __forceinline__ void clean_queries() const {
+    if (!walk().next()) return;
     ptx::mbarrier_wait(keys_clean(), 0);
-    const bool marks_keys = has_marked_keys();
+    const bool marks_keys = CleanKeys::has_marks(key_marks());
     RingPosition<stages> at;
     Step now;
     do {
       ring.wait_full(at);
       now = {ptx::load_word(step(at.slot))};
       if (marks_keys || now.is_partial()) {
-        const uint32 to = marks(at.slot);
-        CleanQueries::begin(to, warp);
-        CleanQueries::mark(q_of(at.slot), to, warp);
-        CleanCotangents::mark(dy_of(at.slot), to, warp);
-        mark_statistics(at.slot, warp);
-        CleanQueries::clear(q_of(at.slot), to, warp);
-        CleanCotangents::clear(dy_of(at.slot), to, warp);
+        mark_by_statistics(at.slot);
+        CleanQueries::clear(q_of(at.slot), marks(at.slot), 0);
+        CleanCotangents::clear(dy_of(at.slot), marks(at.slot), 0);
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
@@ -311,31 +323,23 @@ struct Backward {
       at.advance();
     } while (!now.is_last());
   }
-  /// Marks rows whose statistics are not numbers, and makes them those of a row that sees nothing.
-  __device__ __forceinline__ void mark_statistics(uint32 slot, int warp) const {
+  /// Marks rows whose statistics are not finite, and makes them those of a row that sees nothing.
+  __device__ __forceinline__ void mark_by_statistics(uint32 slot) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int word = 0; word < CleanQueries::words; ++word) {
-      const int at = 4 * ((warp * CleanQueries::words + word) * 32 + lane);
-      const uint32 to = CleanQueries::word_at(marks(slot), warp, word);
+      const int at = 4 * (word * 32 + lane);
       const float lse = __int_as_float(ptx::load_word(vector(slot, 0) + at));
       const float delta = __int_as_float(ptx::load_word(vector(slot, 1) + at));
-      const bool is_marked = lse != lse || !(fabsf(delta) < infinity()) || (ptx::load_word(to) >> lane & 1) != 0;
-      const uint32 marked = __ballot_sync(0xFFFFFFFFu, is_marked);
-      if (marked == 0) continue;
+      const bool is_marked = !(lse < infinity() && fabsf(delta) < infinity());
       if (is_marked) {
         ptx::store_word(vector(slot, 0) + at, __float_as_int(infinity()));
         ptx::store_word(vector(slot, 1) + at, 0);
       }
-      if (lane == 0) ptx::store_word(to, marked);
+      const uint32 marked = __ballot_sync(0xFFFFFFFFu, is_marked);
+      if (lane == 0) ptx::store_word(CleanQueries::word_at(marks(slot), 0, word), marked);
     }
     __syncwarp();
-  }
-  __device__ __forceinline__ bool has_marked_keys() const {
-    uint32 any = 0;
-#pragma unroll
-    for (int word = 0; word < keys / 32; ++word) any |= ptx::load_word(key_marks() + 4 * word);
-    return any != 0;
   }
 
   // ---- products
@@ -383,15 +387,16 @@ struct Backward {
       for (int r = 0; r < 2; ++r)
         ids[r] = p.mask.key_ids[static_cast<long long>(batch) * p.padded_keys + my_key + 8 * r];
     RingPosition<stages> at;
-    RingPosition<2> turn;
+    RingPosition<turn_slots> turn;
     uint32 buffer = 0;
     bool has_more = walk().next(), marks_keys = false;
     int head = first_head;
     if (has_more) {
       ptx::mbarrier_wait(keys_loaded(), 0);
       if constexpr (has_arrays) {
+        clean_keys();
         ptx::mbarrier_wait(keys_clean(), 0);
-        marks_keys = has_marked_keys();
+        marks_keys = CleanKeys::has_marks(key_marks());
       }
     }
 #pragma unroll 1
@@ -498,63 +503,75 @@ struct Backward {
   __device__ __forceinline__ void hide(float (&s)[registers], int head, int row, int my_key, const int (&ids)[2],
                                        uint32 slot) const {
     const int lane_query = 2 * (threadIdx.x % 4);
-    uint32 key_marked[2] = {};
-    if constexpr (has_arrays) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int in_tile = my_key - key + 8 * r;
-        key_marked[r] = static_cast<uint32>(ptx::load_word(key_marks() + 4 * (in_tile / 32))) >> in_tile % 32 & 1;
-      }
-    }
 #pragma unroll
     for (int j = 0; j < queries / 8; ++j) {
+      Seen<Config::has_second> seen[2];
+      int id[2] = {};
+      seen_by(seen, slot, 8 * j + lane_query, row);
+      if constexpr (Config::has_ids) load_two(vector(slot, vectors - 1) + 4 * (8 * j + lane_query), id[0], id[1]);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int in_tile = 8 * j + lane_query + c, query = row + in_tile;
-        const Seen<Config::has_second> seen = seen_by(slot, in_tile, query);
-        uint32 marked = 0;
-        int id = 0;
-        if constexpr (has_arrays)
-          marked = static_cast<uint32>(ptx::load_word(marks(slot) + 4 * (in_tile / 32))) >> in_tile % 32 & 1;
-        if constexpr (Config::has_ids) id = ptx::load_word(vector(slot, vectors - 1) + 4 * in_tile);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float& one = s[4 * j + 2 * r + c];
-          const int of_key = my_key + 8 * r;
-          bool is_seen = seen(of_key);
-          if constexpr (Config::has_ids) is_seen = is_seen && id == ids[r];
-          if constexpr (Config::has_dense)
-            is_seen = is_seen &&
-                      p.mask.dense[p.dense.index(batch, head, min(query, p.queries - 1), min(of_key, p.keys - 1))] != 0;
-          if (!is_seen)
-            one = masked_score;
-          else if (has_arrays && (marked | key_marked[r]) != 0)
-            one = not_a_number();
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int c = i % 2, r = i / 2, of_key = my_key + 8 * r;
+        bool is_seen = seen[c](of_key);
+        if constexpr (Config::has_ids) is_seen = is_seen && id[c] == ids[r];
+        if constexpr (Config::has_dense)
+          is_seen = is_seen && p.mask.dense[p.dense.index(batch, head, min(row + 8 * j + lane_query + c, p.queries - 1),
+                                                          min(of_key, p.keys - 1))] != 0;
+        if (!is_seen) s[4 * j + i] = masked_score;
       }
     }
+    if constexpr (has_arrays)
+      if (CleanQueries::has_marks(marks(slot)) || CleanKeys::has_marks(key_marks())) mark(s, my_key, slot);
   }
-  __device__ __forceinline__ Seen<Config::has_second> seen_by(uint32 slot, int in_tile, int query) const {
+  /// Scores of marked rows that are seen become NaN.
+  __device__ __forceinline__ void mark(float (&s)[registers], int my_key, uint32 slot) const {
+    const bool key_marked[2] = {CleanKeys::is_marked(key_marks(), my_key - key),
+                                CleanKeys::is_marked(key_marks(), my_key - key + 8)};
+#pragma unroll
+    for (int j = 0; j < queries / 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const bool query_marked = CleanQueries::is_marked(marks(slot), 8 * j + 2 * (threadIdx.x % 4) + c);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          if ((query_marked || key_marked[r]) && s[4 * j + 2 * r + c] != masked_score)
+            s[4 * j + 2 * r + c] = not_a_number();
+      }
+  }
+  __device__ __forceinline__ static void load_two(uint32 from, int& first, int& second) {
+    float low, high;
+    ptx::load_pair(from, low, high);
+    first = __float_as_int(low), second = __float_as_int(high);
+  }
+  /// The keys that two adjacent queries of a tile see.
+  __device__ __forceinline__ void seen_by(Seen<Config::has_second> (&seen)[2], uint32 slot, int in_tile,
+                                          int row) const {
     if constexpr (has_arrays) {
-      const auto load = [&](int i) { return ptx::load_word(vector(slot, 2 + i) + 4 * in_tile); };
-      if constexpr (Config::has_second)
-        return {load(0), load(1), load(2), load(3)};
-      else
-        return {load(0), load(1), 0, 0};
+      const auto from = [&](int i) { return vector(slot, 2 + i) + 4 * in_tile; };
+      load_two(from(0), seen[0].first, seen[1].first);
+      load_two(from(1), seen[0].last, seen[1].last);
+      if constexpr (Config::has_second) {
+        load_two(from(2), seen[0].second_first, seen[1].second_first);
+        load_two(from(3), seen[0].second_last, seen[1].second_last);
+      }
     } else {
-      return {query - p.left, min(query + p.right, p.keys - 1), 0, 0};
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        seen[c].first = row + in_tile + c - p.left;
+        seen[c].last = min(row + in_tile + c + p.right, p.keys - 1);
+      }
     }
   }
 
   /// Adds a consumer's part of a tile to dq, in the order of its registers.
   __device__ __forceinline__ void add(const float (&dq)[dq_registers], int head, int query_tile, int consumer,
-                                      RingPosition<2>& turn) const {
+                                      RingPosition<turn_slots>& turn) const {
     float* to = p.dq + ((static_cast<long long>(batch) * p.heads + head) * p.query_tiles + query_tile) * 2 * dq_part +
                 consumer * dq_part + threadIdx.x % 128 * 4;
     bool stores = false;
     if constexpr (deterministic) {
       turn_ring.wait_full(turn);
-      stores = ptx::load_word(is_first(turn.slot)) != 0;
+      stores = Step{ptx::load_word(rank_at(turn.slot))}.tile() == 0;
     }
     if (stores) {
 #pragma unroll

@@ -26,8 +26,8 @@ struct ForwardParams {
   float scale;
 };
 
-/// Config: input, head, value_head (widths, multiples of 8), keys (of a tile), consumers, stages; has_arrays, and with
-/// these has_second (intervals), has_ids, has_dense; has_bias and bias_type.
+/// Config: input, head, value_head (widths, multiples of 8), keys (of a tile), consumers, stages, q_stages; has_arrays,
+/// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type.
 template <class Config>
 struct Forward {
   static constexpr DType input = Config::input;
@@ -41,21 +41,21 @@ struct Forward {
   static constexpr int consumer_registers = consumers == 3 ? 160 : has_arrays ? 232 : 240;
   static constexpr int producer_registers = consumers == 3 ? 32 : has_arrays ? 40 : 24;
 
-  static constexpr int q_bytes = rows * chunks * 128, k_bytes = keys * chunks * 128,
+  static constexpr int q_bytes = rows * chunks * 128, q_stages = Config::q_stages, k_bytes = keys * chunks * 128,
                        v_bytes = keys * value_chunks * 128;
-  static constexpr int k_at = q_bytes, v_at = k_at + stages * k_bytes, rings_at = v_at + stages * v_bytes;
-  static constexpr int q_ring_at = rings_at + 2 * Ring<stages>::bytes, clean_at = q_ring_at + Ring<1>::bytes;
+  static constexpr int k_at = q_stages * q_bytes, v_at = k_at + stages * k_bytes, rings_at = v_at + stages * v_bytes;
+  static constexpr int q_ring_at = rings_at + 2 * Ring<stages>::bytes, clean_at = q_ring_at + Ring<q_stages>::bytes;
   static constexpr int claims_at = clean_at + 8 * stages, steps_at = claims_at + Claims<1>::bytes;
   static constexpr int marks_at = steps_at + 4 * stages;
   static constexpr int mark_bytes = keys / 8;
   static constexpr int shared_bytes = marks_at + (has_arrays ? stages * mark_bytes : 0) + 1024;  // aligned to 1024
-  using Clean = Cleaner<input, keys, value_chunks>;
+  using Clean = Cleaner<input, keys, value_chunks, 2>;
   enum Warp { producer = 0, first_cleaner = 2 };
 
   const ForwardParams& p;
   const uint32 shared;
   const Ring<stages> k_ring, v_ring;
-  const Ring<1> q_ring;
+  const Ring<q_stages> q_ring;
   const Claims<1> claims;
 
   __device__ __forceinline__ Forward(const ForwardParams& p, uint32 shared)
@@ -103,10 +103,16 @@ struct Forward {
   struct Piece {
     int head, batch, row;
   };
-  /// Heads fastest, so that those of one head of keys run together; of causal rows the longest first.
-  __device__ __forceinline__ Piece piece(int i) const {
-    const int rest = i / p.heads, tile = rest / p.batch;
-    return {i - rest * p.heads, rest - tile * p.batch, (p.tiles - 1 - tile) * rows};
+  __device__ __forceinline__ Piece piece(int number) const {
+    const int rest = number / p.heads, batch = rest / p.tiles;
+    return {number - rest * p.heads, batch, (rest - batch * p.tiles) * rows};
+  }
+  /// The number of the i-th piece. Heads fastest, so that those of one head of keys run together; the longest first.
+  __device__ __forceinline__ int number_of(int i) const {
+    const int rest = i / p.heads, head = i - rest * p.heads;
+    if constexpr (has_arrays) return p.mask.order[rest] * p.heads + head;
+    const int tile = rest / p.batch;
+    return ((rest - tile * p.batch) * p.tiles + p.tiles - 1 - tile) * p.heads + head;
   }
   __device__ __forceinline__ int pieces() const { return p.heads * p.batch * p.tiles; }
 
@@ -120,11 +126,11 @@ struct Forward {
   __device__ __forceinline__ void produce() const {
     const int grid = gridDim.x, most = p.yields ? (pieces() + grid - 1) / grid : pieces();
     RingPosition<stages> at;
-    RingPosition<1> q_at;
+    RingPosition<q_stages> q_at;
     int next = blockIdx.x, end = 0;
 #pragma unroll 1
     for (int i = 0; i < most && next < pieces(); ++i) {
-      const int claimed = next;
+      const int claimed = number_of(next);
       // One piece ahead, so that the answer is there in time.
       if (i + 1 < most) next = grid + atomicAdd(p.claimed, 1);
       const Piece work = piece(claimed);
@@ -132,10 +138,11 @@ struct Forward {
       bool has_more = tiles.next();
       claims.send(i, 2 * claimed + has_more);
       q_ring.wait_empty(q_at);
-      ptx::mbarrier_arrive_expect(q_ring.full(0), q_bytes);
+      ptx::mbarrier_arrive_expect(q_ring.full(q_at.slot), q_bytes);
 #pragma unroll
       for (int c = 0; c < chunks; ++c)
-        ptx::tma_load(shared + c * rows * 128, p.q, q_ring.full(0), 64 * c, work.head, work.row, work.batch);
+        ptx::tma_load(shared + q_at.slot * q_bytes + c * rows * 128, p.q, q_ring.full(q_at.slot), 64 * c, work.head,
+                      work.row, work.batch);
       q_at.advance();
       const int key_head = work.head / (p.heads / p.key_heads);
 #pragma unroll 1
@@ -196,8 +203,8 @@ struct Forward {
     ptx::named_barrier_arrive(1 + (consumer + 1 == consumers ? 0 : consumer + 1), 256);
   }
 
-  __device__ __forceinline__ void scores(float (&s)[registers], int consumer, int slot) const {
-    const uint32 q = shared + consumer * 64 * 128, k = shared + k_at + slot * k_bytes;
+  __device__ __forceinline__ void scores(float (&s)[registers], int consumer, int q_slot, int slot) const {
+    const uint32 q = shared + q_slot * q_bytes + consumer * 64 * 128, k = shared + k_at + slot * k_bytes;
 #pragma unroll
     for (int step = 0; step < steps; ++step)
       wgmma::multiply<input, input, 0, 0>(s, wgmma::descriptor(q + step / 4 * rows * 128 + step % 4 * 32),
@@ -246,6 +253,11 @@ struct Forward {
   /// Scores of a tile that is seen in part.
   __device__ __forceinline__ void hide(float (&s)[registers], int tile, int my_row, const Piece& work,
                                        const SeenBy (&seen)[2], const int (&ids)[2]) const {
+    if constexpr (!Config::has_second && !Config::has_ids && !Config::has_dense) {
+      const int last_key = tile * keys + keys - 1;
+      const bool has_all = seen[0].has_all(tile * keys, last_key) && seen[1].has_all(tile * keys, last_key);
+      if (__all_sync(0xFFFFFFFFu, has_all)) return;  // other rows of the tile do not see all
+    }
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < registers; ++i) {
@@ -263,16 +275,12 @@ struct Forward {
   /// Probabilities of a tile that is seen in part, when its values are clean: those of marked rows become NaN.
   __device__ __forceinline__ void mark(uint32 (&w)[words], RingPosition<stages> at) const {
     ptx::mbarrier_wait(clean(at.slot), at.phase);
-    uint32 marked[keys / 32], any = 0;
-#pragma unroll
-    for (int word = 0; word < keys / 32; ++word) any |= marked[word] = ptx::load_word(marks(at.slot) + 4 * word);
-    if (any == 0) return;
+    if (!Clean::has_marks(marks(at.slot))) return;
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       const int key = 8 * (i / 2) + 2 * (threadIdx.x % 4);
-      const uint32 both = marked[i / 8] >> key % 32;
-      if ((both & 1) != 0 && (w[i] & 0xFFFFu) != 0) w[i] |= 0x7FFFu;
-      if ((both & 2) != 0 && (w[i] >> 16) != 0) w[i] |= 0x7FFF0000u;
+      if ((w[i] & 0xFFFFu) != 0 && Clean::is_marked(marks(at.slot), key)) w[i] |= 0x7FFFu;
+      if (w[i] >> 16 != 0 && Clean::is_marked(marks(at.slot), key + 1)) w[i] |= 0x7FFF0000u;
     }
   }
 
@@ -306,7 +314,7 @@ struct Forward {
 
   __device__ __forceinline__ void consume(int consumer) const {
     RingPosition<stages> at;
-    RingPosition<1> q_at;
+    RingPosition<q_stages> q_at;
     if (consumer == consumers - 1) next_turn(consumer);
 #pragma unroll 1
     for (int i = 0;; ++i) {
@@ -317,7 +325,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ void attend(int consumer, const Piece& work, bool has_tiles, RingPosition<stages>& at,
-                                         RingPosition<1>& q_at) const {
+                                         RingPosition<q_stages>& q_at) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int my_row = work.row + 64 * consumer + 16 * warp + lane / 4;
     const float unit = scales_in_exponent ? p.scale * log2_e : log2_e;
@@ -326,9 +334,8 @@ struct Forward {
 #pragma unroll
     for (int i = 0; i < outputs; ++i) o[i] = 0;
     q_ring.wait_full(q_at);
-    q_at.advance();
     if (!has_tiles) {
-      release(q_ring, 0);
+      release(q_ring, q_at.slot);
     } else {
       const SeenBy seen[2] = {seen_by(my_row, work.batch), seen_by(my_row + 8, work.batch)};
       int ids[2] = {};
@@ -339,11 +346,12 @@ struct Forward {
       Step step = step_at(at);
       my_turn(consumer);
       wgmma::fence();
-      scores(s, consumer, at.slot);
+      scores(s, consumer, q_at.slot, at.slot);
       next_turn(consumer);
       wgmma::wait<0>();
       wgmma::keep_behind_wait(s);
       release(k_ring, at.slot);
+      if (step.is_last()) release(q_ring, q_at.slot);
       if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
       if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, ids);
       exponentials(s, maximum, total, factor, unit);
@@ -357,13 +365,14 @@ struct Forward {
         step = step_at(next);
         my_turn(consumer);
         wgmma::fence();
-        scores(s, consumer, next.slot);
+        scores(s, consumer, q_at.slot, next.slot);
         v_ring.wait_full(at);
         sums(o, w, at.slot);
         next_turn(consumer);
         wgmma::wait<1>();
         wgmma::keep_behind_wait(s);
         release(k_ring, next.slot);
+        if (step.is_last()) release(q_ring, q_at.slot);
         if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
         if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, ids);
         exponentials(s, maximum, total, factor, unit);
@@ -375,7 +384,6 @@ struct Forward {
         for (int i = 0; i < outputs; ++i) o[i] *= factor[i / 2 % 2];
         at = next;
       }
-      release(q_ring, 0);
       if constexpr (has_arrays)
         if (step.is_partial()) mark(w, at);
       v_ring.wait_full(at);
@@ -391,6 +399,7 @@ struct Forward {
       release(v_ring, at.slot);
       at.advance();
     }
+    q_at.advance();
     store(o, total, maximum, my_row, work, unit);
   }
 

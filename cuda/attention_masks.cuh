@@ -32,6 +32,7 @@ struct Mask {
   const int* query_ids;         // (batch, padded queries)
   const int* key_ids;           // (batch, padded keys)
   const uint32 *needed, *full;  // (batch, tiles, words): 32 tiles of the other axis to a word
+  const int* order;             // (batch * tiles): tiles of all sequences, those that see the most first
   const unsigned char* dense;   // broadcastable to (batch, heads, queries, keys)
   const void* bias;             // the same, added to scores
 };
@@ -113,14 +114,26 @@ struct Step {
   __device__ __forceinline__ bool is_last() const { return (word & 1 << 30) != 0; }
 };
 
+/// The sum of a value of each lane.
+__device__ __forceinline__ int sum_of_warp(int value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, step);
+  return value;
+}
 /// How many tiles before `tile` are listed: called by a whole warp.
 __device__ __forceinline__ int tiles_before(const uint32* needed, int tile) {
   int count = 0;
   for (int word = threadIdx.x % 32; word <= tile / 32; word += 32)
     count += __popc(word < tile / 32 ? needed[word] : needed[word] & ((1u << tile % 32) - 1));
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(0xFFFFFFFFu, count, step);
-  return count;
+  return sum_of_warp(count);
+}
+/// How many of `tiles` tiles are listed and have a position before `position`.
+__device__ __forceinline__ int tiles_before(const uint32* needed, const int* positions, int tiles, int position) {
+  int count = 0;
+#pragma unroll 2
+  for (int tile = threadIdx.x % 32; tile < tiles; tile += 32)
+    count += (needed[tile / 32] >> tile % 32 & 1) != 0 && positions[tile] < position ? 1 : 0;
+  return sum_of_warp(count);
 }
 
 /// The keys that a query sees, but for ids and the dense mask.
@@ -133,13 +146,17 @@ struct Seen {
     if constexpr (has_second) seen = seen || (second_first <= key && key <= second_last);
     return seen;
   }
+  /// Whether it says that all keys of a tile are seen: if not, some of them may be.
+  __device__ __forceinline__ bool has_all(int first_key, int last_key) const {
+    return first <= first_key && last_key <= last;
+  }
 };
 
 // ---- values that are not finite
 //
-// A tile that is seen in part may hold rows that some of its readers must not see, and 0 times NaN is NaN. So two warps
-// replace rows of such tiles by zeros where they hold NaN or an infinity, and mark them; a reader that sees a marked
-// row gets NaN.
+// A tile that is seen in part may hold rows that some of its readers must not see, and 0 times NaN is NaN. So rows of
+// such tiles are replaced by zeros where they hold NaN or an infinity, and marked; a reader that sees a marked row gets
+// NaN.
 
 /// Exponents of two values in a word are all ones where the sum has the sign of one.
 template <DType input>
@@ -149,29 +166,40 @@ __device__ __forceinline__ uint32 exponent_carries(uint32 word) {
   return (word & exponents) + ones;
 }
 
-/// One of the two warps that clean tiles in shared memory: `chunks` chunks of `rows` rows of 128 bytes, of which each
-/// warp has half of the rows. A bit of `marks` is a row that was not finite. Registers are few here: see the kernels.
-template <DType input, int rows, int chunks>
+/// What `warps` warps do with a tile in shared memory, `chunks` chunks of `rows` rows of 128 bytes, of which each has
+/// its share. A bit of `marks` is a row: each word has `bits` of them. It needs few registers: a producer has no more.
+template <DType input, int rows, int chunks, int warps>
 struct Cleaner {
-  static constexpr int words = rows / 64;  // of marks, of this warp
-  static_assert(rows % 64 == 0, "each of two warps has whole words of rows");
+  static constexpr int own_rows = rows / warps, bits = own_rows < 32 ? own_rows : 32,
+                       words = own_rows / bits;  // a warp's
+  static constexpr int mark_bytes = 4 * warps * words;
+  static_assert(own_rows % 4 == 0 && own_rows % bits == 0, "a warp reads four rows at a time");
 
   __device__ __forceinline__ static uint32 word_at(uint32 marks, int warp, int word) {
     return marks + 4 * (warp * words + word);
+  }
+  __device__ __forceinline__ static bool is_marked(uint32 marks, int row) {
+    return (ptx::load_word(marks + 4 * (row / bits)) >> row % bits & 1) != 0;
+  }
+  __device__ __forceinline__ static bool has_marks(uint32 marks) {
+    uint32 any = 0;
+#pragma unroll
+    for (int at = 0; at < mark_bytes; at += 4) any |= ptx::load_word(marks + at);
+    return any != 0;
   }
   __device__ __forceinline__ static void begin(uint32 marks, int warp) {
     if (threadIdx.x % 32 < words) ptx::store_word(word_at(marks, warp, threadIdx.x % 32), 0);
     __syncwarp();
   }
-  /// Marks rows of `tile`, in addition to those that are marked.
+  /// Marks rows of `tile` that are not finite, in addition to those that are marked.
   __device__ __forceinline__ static void mark(uint32 tile, uint32 marks, int warp) {
     const int lane = threadIdx.x % 32;
-    uint32 from = tile + warp * words * 32 * 128 + lane * 16;
+    uint32 from = tile + warp * own_rows * 128 + lane * 16;
 #pragma unroll 1
     for (int word = 0; word < words; ++word) {
       uint32 marked = 0;
 #pragma unroll 1
-      for (int group = 0; group < 32; group += 4, from += 4 * 128) {  // of four rows, eight lanes each
+      for (int group = 0; group < bits; group += 4, from += 4 * 128) {  // of four rows, eight lanes each
         uint32 carries = 0;
 #pragma unroll 2
         for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -197,7 +225,7 @@ struct Cleaner {
     for (int word = 0; word < words; ++word) {
 #pragma unroll 1
       for (uint32 left = ptx::load_word(word_at(marks, warp, word)); left != 0; left &= left - 1) {
-        const uint32 row = tile + ((warp * words + word) * 32 + __ffs(left) - 1) * 128;
+        const uint32 row = tile + (warp * own_rows + word * bits + __ffs(left) - 1) * 128;
 #pragma unroll 1
         for (int piece = threadIdx.x % 32; piece < 8 * chunks; piece += 32)
           ptx::store_zeros(row + piece / 8 * rows * 128 + piece % 8 * 16);
