@@ -195,7 +195,7 @@ def _checked_scale(scale: Any, width: Any) -> float:
         return 1 / math.sqrt(width)
     try:
         number = float(scale) if isinstance(scale, numbers.Real) or jnp.ndim(scale) == 0 else math.nan
-    except (TypeError, jax.errors.ConcretizationTypeError):
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"attention: scale = {scale}; it must be a finite number, and no array that is traced")
