@@ -220,7 +220,8 @@ def test_intervals(shape, has_second):
     seen = of_intervals(*one) | of_intervals(*two) if has_second else of_intervals(*one)
     seen = seen if len(shape) == 1 else seen[:, None]
     assert not np.all(np.any(seen, axis=-1))  # some rows see nothing
-    check(arrays(), seen, mask=coda.Intervals(*one, *(two if has_second else ())))
+    first, last = two if has_second else (None, None)
+    check(arrays(), seen, mask=coda.Intervals(*one, second_first=first, second_last=last))
 
 
 def test_all_masks_together():
@@ -435,12 +436,13 @@ def test_cudnn_is_called_as_jax_does(monkeypatch):
         k,
         is_causal=True,
         local_window_size=4,
+        query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         return_residual=True,
         implementation="cudnn",
     )
     assert calls[0]["is_causal"] and calls[0]["local_window_size"] == (4, 4)
-    assert (calls[0]["query_seq_lengths"], calls[0]["scale"]) == (None, 0.25)
+    assert calls[0]["query_seq_lengths"].shape == (B,) and calls[0]["scale"] == 0.25
     assert (y.shape, lse.shape) == ((B, T, N, H), (B, T, N))
     options = {"segment_ids": UNSORTED, "key_value_segment_ids": KEY_IDS, "is_causal": True, "query_offset": -2}
     by_cudnn, own = (

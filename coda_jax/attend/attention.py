@@ -83,7 +83,7 @@ def attention(
         differentiation.
 
     Numerics: scores, softmax and sums are float32; probabilities are rounded to the arrays' dtype where they are
-    factors. A number that is not finite makes NaN of the rows that see it, and reaches no others. Reverse mode only, of
+    factors. Numbers that are not finite reach the rows that see them, and no others. Reverse mode only, of
     any order: the backward pass recomputes the probabilities, and derivatives beyond the first are computed by XLA. The
     result and the log-sum-exp are named "context" for policies of `jax.checkpoint`: one that keeps this name runs the
     forward pass once. Call it under jit.
@@ -135,7 +135,7 @@ def _by_cudnn(
         options = {}
     if mask is not None:
         is_seen = jnp.any(mask, axis=-1).swapaxes(1, 2)  # (B or 1, T or 1, N or 1)
-    found = jax.nn.dot_product_attention(
+    found: Any = jax.nn.dot_product_attention(  # type: ignore[call-overload]
         query,
         key,
         value,

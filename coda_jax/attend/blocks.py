@@ -11,8 +11,8 @@ The backward pass makes the probabilities again, from lse:
 Products are summed in float32 (float64 of float64 arrays), as are s, e and p; e, p and ds are rounded to the arrays'
 dtype where they are factors. A row that sees nothing has y = 0, lse = -inf and no gradient.
 
-A query is not reached by what it does not see, in either pass, even where that is NaN or infinite: numbers that are not
-finite are zeros in all factors here, and the scores of their row or key are NaN instead.
+A query is not reached by what it does not see, in either pass, even where that is NaN or infinite: where a sum runs
+over such numbers they are zeros here, and the scores of their row or key are NaN instead.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
       y (B, T, H, Dv) in q's dtype and lse (B, H, T), float32 or wider.
     """
     q, k, v, *mask_arrays = arrays
-    problem = _Problem.of(q, k, v, mask_arrays, spec)
-    row_poison = problem.of_rows(_poison(q))
+    problem = _Problem.of(q, k, _finite(v), mask_arrays, spec, _poison(v))
 
     def block(at: _Block) -> tuple[Any, tuple[()]]:
         s = at.scores()
@@ -108,8 +107,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
         is_empty = total == 0
         total = jnp.where(is_empty, 1, total)
         y = at.product("bngts,bnsh->bngth", e.astype(v.dtype), at.keys(problem.v)) / total
-        y = jnp.where(is_empty, 0, y + at.rows(row_poison)).astype(q.dtype)
-        return (y, jnp.where(is_empty, -jnp.inf, m + jnp.log(total))), ()
+        return (y.astype(q.dtype), jnp.where(is_empty, -jnp.inf, m + jnp.log(total))), ()
 
     pieces = [problem.over_blocks(block, span)[0] for span in problem.spans]
     y, lse = (problem.joined(each) for each in zip(*pieces, strict=True))
@@ -205,7 +203,6 @@ class _Block(NamedTuple):
     def scores(self, shift: jax.Array | None = None) -> jax.Array:
         """s (B, K, G, t, s), less what `shift` has for each row; -inf where a query does not see a key."""
         problem = self.problem
-        # coda_jax's tools recognise products of attention by the names of these axes.
         s = self.product("bngth,bnsh->bngts", self.rows(problem.q), self.keys(problem.k)) * problem.spec.scale
         if problem.masks.bias is not None:
             s = s + self.pairs(problem.masks.bias).astype(s.dtype)
@@ -253,7 +250,7 @@ class _Problem:
       length: T; q and all that has rows is padded to whole blocks.
       q: (B, K, G, T, D).
       k, v: (B, K, S, D or Dv).
-      key_poison: (B, K, 1, 1, S), NaN for keys that are not finite in k or v, else 0.
+      key_poison: (B, K, 1, 1, S), NaN for keys whose scores are to be NaN, else 0.
       masks: mask and bias are (B or 1, K or 1, G or 1, T or 1, S or 1).
     """
 
@@ -268,12 +265,18 @@ class _Problem:
 
     @classmethod
     def of(
-        cls, q: jax.Array, k: jax.Array, v: jax.Array, mask_arrays: Sequence[jax.Array], spec: AttentionSpec
+        cls,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask_arrays: Sequence[jax.Array],
+        spec: AttentionSpec,
+        key_poison: jax.Array,
     ) -> _Problem:
         length, kv_heads, masks = q.shape[1], k.shape[2], spec.mask.arrays(mask_arrays)
         found = spans(q.shape[0] * q.shape[2], length, k.shape[1], spec.mask)
         rows = found[-1].start + found[-1].blocks * found[-1].size
-        key_poison = (_poison(k) + _poison(v)).transpose(0, 2, 3, 1)[:, :, None]
+        key_poison = key_poison.transpose(0, 2, 3, 1)[:, :, None]
 
         def by_heads(x: jax.Array | None) -> jax.Array | None:
             if x is None:
@@ -287,8 +290,8 @@ class _Problem:
             mask=by_heads(masks.mask),
             bias=by_heads(masks.bias),
         )
-        k, v = (_finite(x).transpose(0, 2, 1, 3) for x in (k, v))
-        q = _padded(_by_heads(_finite(q), kv_heads), rows, axis=3)
+        k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+        q = _padded(_by_heads(q, kv_heads), rows, axis=3)
         return cls(spec, length, tuple(found), q, k, v, key_poison, masks)
 
     @property
@@ -351,7 +354,7 @@ def _again(arrays: Sequence[jax.Array], spec: AttentionSpec) -> tuple[_Problem, 
     q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
     # Without the barrier XLA finds the scores of the forward pass equal to these, and keeps them.
     k, dy = lax.optimization_barrier((k, dy))
-    problem = _Problem.of(q, k, v, mask_arrays, spec)
+    problem = _Problem.of(_finite(q), _finite(k), _finite(v), mask_arrays, spec, _poison(k) + _poison(v))
     lse, dlse = (x.transpose(0, 2, 1)[..., None] for x in (lse, dlse))
     is_empty = lse == -jnp.inf
     dy = jnp.where(is_empty, 0, dy)

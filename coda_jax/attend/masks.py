@@ -134,7 +134,8 @@ class Masks:
             self.dense is not None,
             self.bias is not None,
         )
-        return spec, MaskArrays(intervals, *(self.ids or (None, None)), self.dense, self.bias)
+        query_ids, key_ids = self.ids or (None, None)
+        return spec, MaskArrays(intervals, query_ids, key_ids, self.dense, self.bias)
 
     def _intervals(self, sizes: Sizes) -> jax.Array:
         """(B, 2 or 4, T) int32, as `MaskArrays` has it: the user's intervals cut by the band and by lengths."""

@@ -158,7 +158,7 @@ def _batch(
     of_mask = spec.mask.arrays(range(3, 3 + len(spec.mask.fields)))
     merged = []
     for i, (x, dim) in enumerate(each):
-        if dim is None and i in (of_mask.mask, of_mask.bias) and not same_size(x.shape[0], batch):
+        if dim is None and i in (of_mask.mask, of_mask.bias) and same_size(x.shape[0], 1):
             merged.append(x)  # one for all
             continue
         x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
