@@ -503,3 +503,16 @@ def test_a_traced_scale_is_refused():
     q, k, v, *_ = arrays()
     with pytest.raises(ValueError, match="no array that is traced"):
         jax.jit(lambda scale: coda.attention(q, k, v, scale=scale))(0.5)
+
+
+def test_padding_of_blocks_sees_nothing(monkeypatch):
+    """Keys that no query sees have no gradient, one that is NaN among them, where the last block is not whole."""
+    in_small_blocks(monkeypatch)
+    jax.clear_caches()
+    q, k, v, dy, _ = arrays()
+    ids = np.where(KEYS < 9, 0, 1).astype(np.int32)
+    k = k.at[:, 4].set(np.nan)
+    options = {"segment_ids": np.ones(T, np.int32), "key_value_segment_ids": ids}
+    dk, dv = jax.jit(jax.grad(lambda *x: jnp.sum(coda.attention(*x, **options) * dy), (1, 2)))(q, k, v)
+    assert not np.any(dk[:, :9]) and not np.any(dv[:, :9]) and np.all(np.isfinite(dk))
+    jax.clear_caches()

@@ -223,6 +223,8 @@ class _Block(NamedTuple):
             key_ids=None if masks.key_ids is None else self.keys(masks.key_ids, axis=1),
         )
         found = _conditions(self.problem.spec.mask, arrays, rows, keys)
+        if not same_size(self.problem.q.shape[3], self.problem.length):  # padding sees nothing
+            found.append(rows < self.problem.length)
         return found if masks.mask is None else [*found, self.pairs(masks.mask)]
 
 
@@ -298,9 +300,9 @@ class _Problem:
     def accumulator(self) -> Any:
         return jnp.promote_types(self.q.dtype, jnp.float32)
 
-    def of_rows(self, x: jax.Array, padding: float = 0) -> jax.Array:
+    def of_rows(self, x: jax.Array) -> jax.Array:
         """An array of queries (B, T, H, n) as (B, K, G, T, n), T padded."""
-        return _padded(_by_heads(x, self.k.shape[1]), self.q.shape[3], axis=3, value=padding)
+        return _padded(_by_heads(x, self.k.shape[1]), self.q.shape[3], axis=3)
 
     def over_blocks(self, block: Callable[[_Block], Any], span: Span, totals: Any = ()) -> Any:
         """The results of a block for the rows of a span, whose axis is 3, and the totals with all that blocks add.
@@ -365,7 +367,7 @@ def _again(arrays: Sequence[jax.Array], spec: AttentionSpec) -> tuple[_Problem, 
     return problem, _Again(
         problem.v,
         problem.of_rows(_finite(dy)),
-        problem.of_rows(shift, padding=jnp.inf),
+        problem.of_rows(shift),
         problem.of_rows(_finite(correction)),
     )
 
@@ -395,12 +397,12 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _padded(x: jax.Array, size: Any, axis: int, value: float = 0) -> jax.Array:
-    """x with this axis made as long as `size`, but where it is 1 for all."""
+def _padded(x: jax.Array, size: Any, axis: int) -> jax.Array:
+    """x with this axis made as long as `size` by zeros, but where it is 1 for all."""
     if _is_one(x.shape[axis]) or same_size(x.shape[axis], size):
         return x
     widths = [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value)
+    return jnp.pad(x, widths)
 
 
 def _sliced(x: jax.Array, start: Any, size: Any, axis: int) -> jax.Array:
