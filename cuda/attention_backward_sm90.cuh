@@ -22,18 +22,17 @@ namespace coda::attention {
 
 struct BackwardParams {
   ptx::TensorMap q, k, v, dy;  // (columns, heads, rows, batch), boxes of 64 columns of one head
-  const float *lse, *delta;    // (batch, heads, padded queries); lse log2(e)
+  const float *lse, *delta;    // (batch, heads, padded(queries)); lse log2(e)
   Mask mask;                   // tiles are those of keys
   const uint32* needed_keys;   // (batch, tiles of queries, words)
   const int* positions;        // (batch, tiles of keys): in the order of the mask
   float* dq;
   void *dk, *dv;  // (batch, keys, key heads, width); with splits float32, (splits, batch, keys, key heads, width)
   int* turns;     // (batch, heads, tiles of queries), zeros
-  int batch, queries, keys, heads, key_heads, padded_queries, padded_keys, query_tiles, key_tiles, query_words,
-      key_words;
-  int left, right;  // of a band
+  int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
-  int splits;  // of the heads of queries that share a head of keys
+  int left, right;  // of a band
+  int splits;       // of the heads of queries that share a head of keys
   float scale;
 };
 
@@ -84,6 +83,7 @@ struct Backward {
   using Tiles = Walk<has_arrays>;
   enum Warp { producer = 0, waits_for_turns = 1, passes_turns = 2, cleaner = 3 };
   enum Barrier { ds_ready = 1 };
+  static_assert(Config::shared_bytes == shared_bytes, "shared_bytes is not what the kernel takes");
 
   const BackwardParams& p;
   const uint32 shared;
@@ -94,6 +94,8 @@ struct Backward {
   __device__ __forceinline__ Backward(const BackwardParams& p, uint32 shared)
       : p(p), shared(shared), ring{shared + ring_at}, turn_ring{shared + turns_at} {}
 
+  __device__ __forceinline__ int key_tiles() const { return tiles_of(p.keys, keys); }
+  __device__ __forceinline__ int query_tiles() const { return tiles_of(p.queries, queries); }
   __device__ __forceinline__ uint32 q_of(uint32 slot) const { return shared + q_at + slot * q_bytes; }
   __device__ __forceinline__ uint32 dy_of(uint32 slot) const { return shared + dy_at + slot * dy_bytes; }
   __device__ __forceinline__ uint32 vector(uint32 slot, int i) const {
@@ -130,7 +132,7 @@ struct Backward {
     if (has_arrays && p.mask.order != nullptr) {
       ptx::wait_for_earlier_kernels();
       i = p.mask.order[i];
-      batch = i / p.key_tiles, key = i % p.key_tiles * keys;
+      batch = i / key_tiles(), key = i % key_tiles() * keys;
     } else {
       batch = i % p.batch, key = i / p.batch * keys;
     }
@@ -174,7 +176,7 @@ struct Backward {
 
   __device__ __forceinline__ Tiles walk() const {
     if constexpr (has_arrays)
-      return Tiles(p.mask, static_cast<long long>(batch) * p.key_tiles + key / keys, p.query_words);
+      return Tiles(p.mask, static_cast<long long>(batch) * key_tiles() + key / keys, tiles_of(query_tiles(), 32));
     else
       return Tiles(BandTiles(key, min(key + keys, p.keys) - 1, p.right, p.left, queries, p.queries));
   }
@@ -205,7 +207,7 @@ struct Backward {
 #pragma unroll 1
       for (int head = first_head; head < end_head; ++head) {
         const uint32 full = ring.full(at.slot);
-        const long long statistics = (static_cast<long long>(batch) * p.heads + head) * p.padded_queries + row;
+        const long long statistics = (static_cast<long long>(batch) * p.heads + head) * padded(p.queries) + row;
         ring.wait_empty(at);
         ptx::store_word(step(at.slot), Step::of(tile, hides, !has_more && head + 1 == end_head).word);
         ptx::mbarrier_arrive_expect(full, loaded_bytes);
@@ -218,12 +220,12 @@ struct Backward {
         ptx::bulk_load(vector(at.slot, 0), p.lse + statistics, vector_bytes, full);
         ptx::bulk_load(vector(at.slot, 1), p.delta + statistics, vector_bytes, full);
         if constexpr (has_arrays) {
-          const long long of_batch = static_cast<long long>(batch) * p.padded_queries;
+          const long long of_batch = static_cast<long long>(batch) * padded(p.queries);
 #pragma unroll
           for (int i = 0; i < interval_vectors; ++i)
             ptx::bulk_load(
                 vector(at.slot, 2 + i),
-                p.mask.intervals + of_batch * interval_vectors + i * static_cast<long long>(p.padded_queries) + row,
+                p.mask.intervals + of_batch * interval_vectors + i * static_cast<long long>(padded(p.queries)) + row,
                 vector_bytes, full);
           if constexpr (Config::has_ids)
             ptx::bulk_load(vector(at.slot, vectors - 1), p.mask.query_ids + of_batch + row, vector_bytes, full);
@@ -239,9 +241,10 @@ struct Backward {
   __device__ __forceinline__ int rank(int query_tile) const {
     const int own = key / keys;
     if constexpr (has_arrays) {
-      const uint32* needed = p.needed_keys + (static_cast<long long>(batch) * p.query_tiles + query_tile) * p.key_words;
+      const uint32* needed =
+          p.needed_keys + (static_cast<long long>(batch) * query_tiles() + query_tile) * tiles_of(key_tiles(), 32);
       if (p.mask.order == nullptr) return tiles_before(needed, own);
-      return tiles_before(needed, p.positions + batch * p.key_tiles, p.key_tiles, position);
+      return tiles_before(needed, p.positions + batch * key_tiles(), key_tiles(), position);
     } else {
       return own - max(0, query_tile * queries - p.left) / keys;
     }
@@ -259,7 +262,7 @@ struct Backward {
       if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
         for (int head = first_head; head < end_head; ++head) {
-          const int turn = (batch * p.heads + head) * p.query_tiles + tile;
+          const int turn = (batch * p.heads + head) * query_tiles() + tile;
           turn_ring.wait_empty(at);
           while (before > 0 && ptx::load_acquire(p.turns + turn) != before) {
           }
@@ -385,7 +388,7 @@ struct Backward {
     int ids[2] = {};
     if constexpr (Config::has_ids)
       for (int r = 0; r < 2; ++r)
-        ids[r] = p.mask.key_ids[static_cast<long long>(batch) * p.padded_keys + my_key + 8 * r];
+        ids[r] = p.mask.key_ids[static_cast<long long>(batch) * padded(p.keys) + my_key + 8 * r];
     RingPosition<stages> at;
     RingPosition<turn_slots> turn;
     uint32 buffer = 0;
@@ -566,7 +569,7 @@ struct Backward {
   /// Adds a consumer's part of a tile to dq, in the order of its registers.
   __device__ __forceinline__ void add(const float (&dq)[dq_registers], int head, int query_tile, int consumer,
                                       RingPosition<turn_slots>& turn) const {
-    float* to = p.dq + ((static_cast<long long>(batch) * p.heads + head) * p.query_tiles + query_tile) * 2 * dq_part +
+    float* to = p.dq + ((static_cast<long long>(batch) * p.heads + head) * query_tiles() + query_tile) * 2 * dq_part +
                 consumer * dq_part + threadIdx.x % 128 * 4;
     bool stores = false;
     if constexpr (deterministic) {

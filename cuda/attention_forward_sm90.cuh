@@ -19,10 +19,10 @@ struct ForwardParams {
   float* lse;              // (batch, heads, queries)
   int* claimed;            // how many pieces are claimed, 0
   Mask mask;
-  int batch, queries, keys, heads, key_heads, padded_queries, padded_keys, tiles, words;
-  int left, right;  // of a band
+  int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
-  int yields;  // whether a CTA ends when it has had its share of the pieces
+  int left, right;  // of a band
+  int yields;       // whether a CTA ends when it has had its share of the pieces
   float scale;
 };
 
@@ -51,6 +51,7 @@ struct Forward {
   static constexpr int shared_bytes = marks_at + (has_arrays ? stages * mark_bytes : 0) + 1024;  // aligned to 1024
   using Clean = Cleaner<input, keys, value_chunks, 2>;
   enum Warp { producer = 0, first_cleaner = 2 };
+  static_assert(Config::shared_bytes == shared_bytes, "shared_bytes is not what the kernel takes");
 
   const ForwardParams& p;
   const uint32 shared;
@@ -100,25 +101,28 @@ struct Forward {
     }
   }
 
+  __device__ __forceinline__ int tiles() const { return tiles_of(p.queries, rows); }
+
   struct Piece {
     int head, batch, row;
   };
   __device__ __forceinline__ Piece piece(int number) const {
-    const int rest = number / p.heads, batch = rest / p.tiles;
-    return {number - rest * p.heads, batch, (rest - batch * p.tiles) * rows};
+    const int rest = number / p.heads, batch = rest / tiles();
+    return {number - rest * p.heads, batch, (rest - batch * tiles()) * rows};
   }
   /// The number of the i-th piece. Heads fastest, so that those of one head of keys run together; the longest first.
   __device__ __forceinline__ int number_of(int i) const {
     const int rest = i / p.heads, head = i - rest * p.heads;
     if constexpr (has_arrays) return p.mask.order[rest] * p.heads + head;
     const int tile = rest / p.batch;
-    return ((rest - tile * p.batch) * p.tiles + p.tiles - 1 - tile) * p.heads + head;
+    return ((rest - tile * p.batch) * tiles() + tiles() - 1 - tile) * p.heads + head;
   }
-  __device__ __forceinline__ int pieces() const { return p.heads * p.batch * p.tiles; }
+  __device__ __forceinline__ int pieces() const { return p.heads * p.batch * tiles(); }
 
   __device__ __forceinline__ Walk<has_arrays> walk(const Piece& at) const {
     if constexpr (has_arrays)
-      return Walk<true>(p.mask, static_cast<long long>(at.batch) * p.tiles + at.row / rows, p.words);
+      return Walk<true>(p.mask, static_cast<long long>(at.batch) * tiles() + at.row / rows,
+                        tiles_of(tiles_of(p.keys, keys), 32));
     else
       return Walk<false>(BandTiles(at.row, min(at.row + rows, p.queries) - 1, p.left, p.right, keys, p.keys));
   }
@@ -229,11 +233,11 @@ struct Forward {
     if constexpr (has_arrays) {
       const int at = min(query, p.queries - 1);
       constexpr int count = Config::has_second ? 4 : 2;
-      const int* of = p.mask.intervals + static_cast<long long>(batch) * count * p.padded_queries + at;
+      const int* of = p.mask.intervals + static_cast<long long>(batch) * count * padded(p.queries) + at;
       if constexpr (Config::has_second)
-        return {of[0], of[p.padded_queries], of[2 * p.padded_queries], of[3 * p.padded_queries]};
+        return {of[0], of[padded(p.queries)], of[2 * padded(p.queries)], of[3 * padded(p.queries)]};
       else
-        return {of[0], of[p.padded_queries], 0, 0};
+        return {of[0], of[padded(p.queries)], 0, 0};
     } else {
       return {query - p.left, min(query + p.right, p.keys - 1), 0, 0};
     }
@@ -264,7 +268,7 @@ struct Forward {
       const int key = lane_key + 8 * (i / 4) + i % 2, r = i / 2 % 2;
       bool is_seen = seen[r](key);
       if constexpr (Config::has_ids)
-        is_seen = is_seen && p.mask.key_ids[static_cast<long long>(work.batch) * p.padded_keys + key] == ids[r];
+        is_seen = is_seen && p.mask.key_ids[static_cast<long long>(work.batch) * padded(p.keys) + key] == ids[r];
       if constexpr (Config::has_dense) {
         const int query = min(my_row + 8 * r, p.queries - 1);
         is_seen = is_seen && p.mask.dense[p.dense.index(work.batch, work.head, query, min(key, p.keys - 1))] != 0;
@@ -341,7 +345,7 @@ struct Forward {
       int ids[2] = {};
       if constexpr (Config::has_ids)
         for (int r = 0; r < 2; ++r)
-          ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * p.padded_queries +
+          ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * padded(p.queries) +
                                     min(my_row + 8 * r, p.queries - 1)];
       Step step = step_at(at);
       my_turn(consumer);

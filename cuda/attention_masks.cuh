@@ -25,12 +25,21 @@ __device__ __forceinline__ float infinity() {
   return __uint_as_float(0x7F800000u);
 }
 
-/// The mask's arrays, and the band's bounds, as a kernel's parameters have them. Arrays that a kernel's Config does not
+/// Rows of arrays that are loaded a tile at a time.
+__device__ __forceinline__ constexpr int padded(int rows) {
+  return (rows + 127) / 128 * 128;
+}
+/// How many tiles of `size` cover `count`.
+__device__ __forceinline__ constexpr int tiles_of(int count, int size) {
+  return (count + size - 1) / size;
+}
+
+/// The mask's arrays, as a kernel's parameters have them. Arrays that a kernel's Config does not
 /// have are null.
 struct Mask {
-  const int* intervals;         // (batch, 2 or 4, padded queries): the first and the last key of an interval
-  const int* query_ids;         // (batch, padded queries)
-  const int* key_ids;           // (batch, padded keys)
+  const int* intervals;         // (batch, 2 or 4, padded(queries)): the first and the last key of an interval
+  const int* query_ids;         // (batch, padded(queries))
+  const int* key_ids;           // (batch, padded(keys))
   const uint32 *needed, *full;  // (batch, tiles, words): 32 tiles of the other axis to a word
   const int* order;             // (batch * tiles): tiles of all sequences, those that see the most first
   const unsigned char* dense;   // broadcastable to (batch, heads, queries, keys)

@@ -8,8 +8,8 @@ namespace coda::attention {
 struct PrepareParams {
   const unsigned short *y, *dy;  // (batch, queries, heads, width)
   const float *lse, *dlse;       // (batch, heads, queries)
-  float *lse_2, *delta;          // (batch, heads, padded queries)
-  int batch, queries, heads, padded_queries;
+  float *lse_2, *delta;          // (batch, heads, padded(queries))
+  int batch, queries, heads;
 };
 
 /// lse log2(e), and the sum of y dy less the log-sum-exp's cotangent. A row that sees nothing, and one that is padding,
@@ -24,7 +24,7 @@ struct Prepare {
     __shared__ float sums[heads][rows + 1];
     ptx::wait_for_earlier_kernels();
     ptx::launch_dependents();
-    const int blocks_of_heads = (p.heads + heads - 1) / heads, blocks_of_rows = p.padded_queries / rows;
+    const int blocks_of_heads = (p.heads + heads - 1) / heads, blocks_of_rows = padded(p.queries) / rows;
     int i = blockIdx.x;
     const int first_head = i % blocks_of_heads * heads;
     i /= blocks_of_heads;
@@ -63,10 +63,10 @@ struct Prepare {
       delta = sums[threadIdx.x / rows][threadIdx.x % rows] - p.dlse[of_head * p.queries + row];
     }
     const bool sees_nothing = lse == -infinity();
-    p.lse_2[of_head * p.padded_queries + row] = sees_nothing        ? infinity()
-                                                : lse == infinity() ? not_a_number()
-                                                                    : lse * log2_e;
-    p.delta[of_head * p.padded_queries + row] = sees_nothing ? 0 : delta;
+    p.lse_2[of_head * padded(p.queries) + row] = sees_nothing        ? infinity()
+                                                 : lse == infinity() ? not_a_number()
+                                                                     : lse * log2_e;
+    p.delta[of_head * padded(p.queries) + row] = sees_nothing ? 0 : delta;
   }
   __device__ __forceinline__ static float dot(uint32 a, uint32 b) {
     return fmaf(widened_half<Config::input>(a, 0), widened_half<Config::input>(b, 0),
@@ -83,7 +83,7 @@ struct FinishParams {
   const float* sums;
   const int* turns;    // how many tiles were added, or null: dq began as zeros
   unsigned short* dq;  // (batch, queries, heads, width)
-  int batch, queries, heads, tiles;
+  int batch, queries, heads;
   float scale;
 };
 
@@ -99,8 +99,8 @@ __device__ __forceinline__ void finish_dq(const FinishParams& p) {
   int i = blockIdx.x / 2;
   const bool is_written = p.turns == nullptr || p.turns[i] > 0;
   const float4* from = reinterpret_cast<const float4*>(p.sums + static_cast<long long>(i) * 2 * part + half * part);
-  const int tile = i % p.tiles;
-  i /= p.tiles;
+  const int tiles = tiles_of(p.queries, queries), tile = i % tiles;
+  i /= tiles;
   const int head = i % p.heads, batch = i / p.heads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = tile * queries + (queries == 128 ? 64 * half : 0) + 16 * warp + lane / 4;

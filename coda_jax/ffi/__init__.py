@@ -208,6 +208,7 @@ class LaunchCall(_Call):
       sizes: two numbers per dimension that follows the pointers: buffer, axis.
       words: numbers that follow the sizes.
       zeroed: buffers, of a multiple of 4 bytes, that are set to 0 before, be it for no blocks.
+      resident: blocks for each multiprocessor at most, which then share the work; 0: as many as the grid has.
       overlaps: the kernel may begin while what is before it on the stream ends, for which it waits itself; not if
         anything is zeroed.
     """
@@ -218,6 +219,7 @@ class LaunchCall(_Call):
     sizes: Sequence[int] = ()
     words: Sequence[int] = ()
     zeroed: Sequence[int] = ()
+    resident: int = 0
     overlaps: bool = False
 
 

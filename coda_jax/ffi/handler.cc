@@ -1,34 +1,18 @@
 #include "handler.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
 namespace coda {
-namespace {
-
-int Multiprocessors(const Driver& driver, CUdevice device) {
-  static std::atomic<int> counts[kMaxDevices];
-  int count = counts[device].load(std::memory_order_relaxed);
-  if (count == 0) {
-    count = DeviceAttribute(driver, kDeviceAttributeMultiprocessorCount, device);
-    counts[device].store(count, std::memory_order_relaxed);
-  }
-  return count;
-}
-
-}  // namespace
-
 void Launch(CUstream stream, const GemmCall& call, const Buffers& buffers, const Kernels& kernels) {
   if (buffers.operands() < 2 || buffers.size() == buffers.operands()) {
     throw std::invalid_argument(std::to_string(buffers.operands()) + " operands, " +
                                 std::to_string(buffers.size() - buffers.operands()) + " results");
   }
   const Driver& driver = Driver::Get();
-  const CUdevice device = CurrentDevice(driver);
-  int multiprocessors = Multiprocessors(driver, device);
+  int multiprocessors = Multiprocessors(driver);
   Buffer flags;  // of split-K or claimed tiles, a row for each block that may run
   if (call.flags >= 0) {
     flags = buffers[call.flags];

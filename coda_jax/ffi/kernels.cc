@@ -25,6 +25,17 @@ int DeviceAttribute(const Driver& driver, int attribute, CUdevice device) {
   return value;
 }
 
+int Multiprocessors(const Driver& driver) {
+  static std::atomic<int> counts[kMaxDevices];
+  const CUdevice device = CurrentDevice(driver);
+  int count = counts[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    count = DeviceAttribute(driver, kDeviceAttributeMultiprocessorCount, device);
+    counts[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
 void ZeroAsync(const Driver& driver, int32_t index, const Buffer& buffer, CUstream stream) {
   int64_t bytes = ElementBytes(buffer);
   for (const int64_t dim : buffer.dims) bytes *= dim;

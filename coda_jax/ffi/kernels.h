@@ -70,6 +70,8 @@ struct Grid {
 /// The current device. Throws std::runtime_error where its number is kMaxDevices or more.
 CUdevice CurrentDevice(const Driver& driver);
 int DeviceAttribute(const Driver& driver, int attribute, CUdevice device);
+/// Of the current device.
+int Multiprocessors(const Driver& driver);
 
 /// Sets buffer number `index` to 0 on the stream, before whatever is launched there next. Throws std::invalid_argument
 /// where it is no multiple of 4 bytes.

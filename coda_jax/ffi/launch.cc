@@ -56,9 +56,10 @@ void Launch(CUstream stream, const LaunchCall& call, const Buffers& buffers, con
     throw std::invalid_argument("a kernel whose buffers are zeroed before cannot overlap what is before");
   }
   const Driver& driver = Driver::Get();
-  const uint32_t blocks = CountBlocks(call, buffers);
+  uint32_t blocks = CountBlocks(call, buffers);
   for (const int32_t index : call.zeroed) ZeroAsync(driver, index, buffers[index], stream);
   if (blocks == 0) return;
+  if (call.resident > 0) blocks = std::min<int64_t>(blocks, int64_t{call.resident} * Multiprocessors(driver));
 
   Parameters parameters(map_count, call.pointers.size(), size_count + call.words.size());
   for (size_t i = 0; i < map_count; ++i) {

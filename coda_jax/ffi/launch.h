@@ -20,6 +20,7 @@ struct LaunchCall : Program {
   xla::ffi::Span<const int32_t> grid;
   xla::ffi::Span<const int32_t> maps;  // three a map of [batch, rows, heads, columns]: buffer index, box columns, rows
   xla::ffi::Span<const int32_t> pointers;  // buffer index each, or -1 for a null pointer
+  int32_t resident;                        // blocks of a multiprocessor, at most; 0: any number
   xla::ffi::Span<const int32_t> sizes;     // two a dimension: buffer index, axis
   xla::ffi::Span<const int32_t> words;     // as they are
   xla::ffi::Span<const int32_t> zeroed;    // buffer index each, set to 0 before
@@ -28,21 +29,14 @@ struct LaunchCall : Program {
 
 /// All of them, sorted by name. Python's list is `LaunchCall` in __init__.py.
 inline constexpr std::tuple kLaunchAttributes{
-    Attribute{"abi", &LaunchCall::abi},
-    Attribute{"arch", &LaunchCall::arch},
-    Attribute{"grid", &LaunchCall::grid},
-    Attribute{"headers", &LaunchCall::headers},
-    Attribute{"key", &LaunchCall::key},
-    Attribute{"maps", &LaunchCall::maps},
-    Attribute{"name", &LaunchCall::name},
-    Attribute{"overlaps", &LaunchCall::overlaps},
-    Attribute{"pointers", &LaunchCall::pointers},
-    Attribute{"sizes", &LaunchCall::sizes},
-    Attribute{"smem_bytes", &LaunchCall::smem_bytes},
-    Attribute{"source", &LaunchCall::source},
-    Attribute{"threads", &LaunchCall::threads},
-    Attribute{"words", &LaunchCall::words},
-    Attribute{"zeroed", &LaunchCall::zeroed},
+    Attribute{"abi", &LaunchCall::abi},           Attribute{"arch", &LaunchCall::arch},
+    Attribute{"grid", &LaunchCall::grid},         Attribute{"headers", &LaunchCall::headers},
+    Attribute{"key", &LaunchCall::key},           Attribute{"maps", &LaunchCall::maps},
+    Attribute{"name", &LaunchCall::name},         Attribute{"overlaps", &LaunchCall::overlaps},
+    Attribute{"pointers", &LaunchCall::pointers}, Attribute{"resident", &LaunchCall::resident},
+    Attribute{"sizes", &LaunchCall::sizes},       Attribute{"smem_bytes", &LaunchCall::smem_bytes},
+    Attribute{"source", &LaunchCall::source},     Attribute{"threads", &LaunchCall::threads},
+    Attribute{"words", &LaunchCall::words},       Attribute{"zeroed", &LaunchCall::zeroed},
 };
 
 /// Executes the call; see Target.

@@ -1,0 +1,520 @@
+"""The kernels' side of attention: their tiles, sources and launches, and the masks' tiles as bits.
+
+The forward pass is one kernel, the backward pass three: the rows' statistics, the gradients, and dq in rows. A mask
+that is a band needs no arrays. Of any other one the tiles that are seen, at all or entirely, are found here, from what
+all queries or keys of a tile have in common; so they may be a few more than are needed. They depend on nothing but the
+mask's arrays: in a loop over layers they are made once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax import ffi
+from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
+from coda_jax.epilogue.dtypes import TABLE
+from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.tiles.constants import NUM_SMS
+
+_NO_BOUND = 1 << 30  # of a band, and of sizes
+_MOST_SORTED = 512  # tiles of keys whose order is by what they see
+_YIELDS = 4  # blocks for each multiprocessor, one after the other, beside collectives
+_ROWS = 128  # rows of arrays are padded to a multiple
+_BIAS_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """Tiles of the forward kernel: 64 queries for each of `consumers` warpgroups, and keys."""
+
+    head: int
+    value_head: int
+    consumers: int
+    keys: int
+    stages: int
+    q_stages: int
+
+    @classmethod
+    def of(cls, head: int, value_head: int, queries: Any) -> ForwardTiles:
+        """Those of heads of these widths."""
+        if max(head, value_head) <= 64:
+            # 192 queries where so many do not leave the last tile half empty.
+            is_long = not isinstance(queries, int) or queries >= 2048 or queries % 192 > 128 or queries % 192 == 0
+            return cls(head, value_head, 3 if is_long else 2, 128, 4, 2)
+        if value_head <= 128 and head <= 192:
+            return cls(head, value_head, 2, 128, 2, 2 if head <= 128 else 1)
+        return cls(head, value_head, 2, 64, 2, 1)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.consumers
+
+    def shared_bytes(self, has_arrays: bool) -> int:
+        """What `Forward` of attention_forward_sm90.cuh takes, which checks it."""
+        chunks, value_chunks = -(-self.head // 64), _value_chunks(self.value_head)
+        tiles = self.q_stages * self.rows * chunks + self.stages * self.keys * (chunks + value_chunks)
+        barriers = 2 * 16 * self.stages + 16 * self.q_stages + 8 * self.stages + 12 * 16 + 4 * self.stages
+        return 128 * tiles + barriers + has_arrays * self.stages * self.keys // 8 + 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTiles:
+    """Tiles of the backward kernel.
+
+    Attributes:
+      dim: the width to which heads are padded there.
+    """
+
+    head: int
+    value_head: int
+    dim: int
+    keys: int
+    queries: int
+    stages: int = 2
+
+    @classmethod
+    def of(cls, head: int, value_head: int) -> BackwardTiles:
+        """Those of heads of these widths."""
+        widest = max(head, value_head)
+        dim, keys, queries = (64, 128, 128) if widest <= 64 else (128, 128, 64) if widest <= 128 else (256, 64, 64)
+        return cls(head, value_head, dim, keys, queries)
+
+    def shared_bytes(self, vectors: int) -> int:
+        """What `Backward` of attention_backward_sm90.cuh takes, which checks it."""
+        chunks = self.dim // 64
+        value_chunks = 2 if self.dim == 256 and self.value_head <= 128 else chunks
+        tiles = 128 * (self.keys + self.stages * self.queries) * (chunks + value_chunks)
+        ds, vector = 2 * 2 * self.keys * self.queries, 4 * self.queries
+        turns = 4 * (16 + 8 + 8)
+        barriers = 16 * self.stages + turns + 16 + 8 * self.stages + 4 * self.stages
+        marks = self.stages * self.queries // 8 + 32
+        return tiles + ds + self.stages * vectors * vector + barriers + marks + 1024
+
+
+def _value_chunks(width: int) -> int:
+    chunks = -(-width // 64)
+    return 4 if chunks == 3 else chunks
+
+
+def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
+    """Why the kernels cannot compute such a call; None if they can."""
+    q, k, v = avals[:3]
+    bias = spec.mask.arrays(avals[3 : 3 + len(spec.mask.fields)]).bias
+    if q.dtype.name not in ("bfloat16", "float16"):
+        return f"its arrays are {q.dtype}; the kernels take bfloat16 and float16"
+    widths = (q.shape[-1], v.shape[-1])
+    if any(not isinstance(width, int) or width % 8 or not 0 < width <= 256 for width in widths):
+        return f"heads have widths {widths}; the kernels take multiples of 8 up to 256"
+    if bias is not None and bias.dtype.name not in _BIAS_DTYPES:
+        return f"its bias is {bias.dtype}; the kernels take {', '.join(_BIAS_DTYPES)}"
+    sizes = [size for x in (q, k) for size in x.shape[:3] if isinstance(size, int)]
+    if any(size >= _NO_BOUND for size in sizes):
+        return f"it has sizes {sizes}; the kernels take sizes below 2^30"
+    return None
+
+
+def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
+    """y and lse by the kernel.
+
+    Args:
+      *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask.
+      yields: whether blocks end early, so that collectives find a multiprocessor.
+    """
+    q, k, v, *mask_arrays = arrays
+    batch, queries, heads, _ = q.shape
+    results = [
+        jax.ShapeDtypeStruct((batch, queries, heads, v.shape[-1]), q.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+    ]
+    if _is_nothing(q, k, spec):
+        return _varying(
+            arrays, [jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)]
+        )
+    tiles = ForwardTiles.of(q.shape[-1], v.shape[-1], queries)
+    mask = _KernelMask.of(q, k, mask_arrays, spec)
+    found = mask.tiles(tiles.rows, tiles.keys, by_keys=False) if mask.has_arrays else _NO_TILES
+    operands = _Operands([q, k, v])
+    pointers = mask.pointers(operands, found)
+    count = len(operands.arrays)
+    source = _source(
+        "forward",
+        "coda::attention::ForwardParams",
+        128 * (1 + tiles.consumers),
+        mask.members
+        | _dtype_member(q)
+        | dataclasses.asdict(tiles)
+        | {"shared_bytes": tiles.shared_bytes(mask.has_arrays)},
+    )
+    call = ffi.LaunchCall(
+        name="attention",
+        source=source,
+        threads=128 * (1 + tiles.consumers),
+        smem_bytes=tiles.shared_bytes(mask.has_arrays),
+        grid=[0, 1, tiles.rows, 0, 2, 1, 0, 0, 1],
+        maps=[0, 64, tiles.rows, 1, 64, tiles.keys, 2, 64, tiles.keys],
+        pointers=[count, count + 1, count + 2, *pointers],
+        sizes=[*_SIZES, *mask.broadcast_sizes(operands)],
+        words=[*mask.band, int(yields), _bits(spec.scale)],
+        zeroed=[count + 2],
+        resident=_YIELDS if yields else 1,
+    )
+    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return _varying(arrays, _launched(operands.arrays, [*results, counter], call)[:2])
+
+
+def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
+    """dq, dk and dv by the kernels.
+
+    Args:
+      *arrays: q, k, v and the arrays of the mask as in `forward`; y, lse, dy and dlse (B, H, T).
+      yields: as in `forward`. Blocks are many here, and end.
+    """
+    del yields
+    q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
+    if _is_nothing(q, k, spec):
+        return _varying(arrays, [jnp.zeros(x.shape, x.dtype) for x in (q, k, v)])
+    batch, queries, heads, head = q.shape
+    keys, key_heads = k.shape[1:3]
+    tiles = BackwardTiles.of(head, v.shape[-1])
+    config = spec.config or AttentionConfig()
+    mask = _KernelMask.of(q, k, mask_arrays, spec)
+    query_tiles, key_tiles = -(-queries // tiles.queries), -(-keys // tiles.keys)
+    lse_2, delta = _statistics(y, dy, lse, dlse)
+    splits = _splits(heads // key_heads, batch, key_tiles, key_heads)
+    members = (
+        mask.members
+        | _dtype_member(q)
+        | dataclasses.asdict(tiles)
+        | {"deterministic": config.deterministic, "is_split": splits > 1}
+    )
+    found = mask.tiles(tiles.queries, tiles.keys, by_keys=True) if mask.has_arrays else _NO_TILES
+    operands = _Operands([q, k, v, dy])
+    statistics = [operands.add(lse_2), operands.add(delta)]
+    pointers = mask.pointers(operands, found)
+    order = [operands.add(found.needed_keys), operands.add(found.positions)]
+    count = len(operands.arrays)
+    types = [
+        jax.ShapeDtypeStruct((batch, heads, query_tiles, tiles.queries * tiles.dim), jnp.float32),
+        *(_split_type(x, splits) for x in (k, v)),
+        jax.ShapeDtypeStruct((batch, heads, query_tiles), jnp.int32),
+    ]
+    shared_bytes = tiles.shared_bytes(mask.vectors)
+    call = ffi.LaunchCall(
+        name="attention, backward",
+        source=_source("backward", "coda::attention::BackwardParams", 384, members | {"shared_bytes": shared_bytes}),
+        threads=384,
+        smem_bytes=shared_bytes,
+        grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
+        maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
+        pointers=[*statistics, *pointers, *order, count, count + 1, count + 2, count + 3],
+        sizes=[*_SIZES, *mask.broadcast_sizes(operands)],
+        words=[*mask.band, splits, _bits(spec.scale)],
+        zeroed=[count + 3 if config.deterministic else count],
+    )
+    sums, dk, dv, turns = _launched(operands.arrays, types, call)
+    dq = _in_rows(sums, turns if config.deterministic else None, q, spec.scale, members)
+    if splits > 1:
+        dk, dv = (jnp.sum(x, axis=0).astype(like.dtype) for x, like in ((dk, k), (dv, v)))
+    return _varying(arrays, [dq, dk, dv])
+
+
+def _statistics(y: jax.Array, dy: jax.Array, lse: jax.Array, dlse: jax.Array) -> list[jax.Array]:
+    """The rows' lse log2(e), and delta = sum(y dy) - dlse, both (B, H, T padded)."""
+    batch, queries, heads, width = y.shape
+    shape = (batch, heads, -(-queries // _ROWS) * _ROWS)
+    call = ffi.LaunchCall(
+        name="attention, backward: statistics",
+        source=_source("prepare", "coda::attention::PrepareParams", 256, _dtype_member(y) | {"value_head": width}),
+        threads=256,
+        smem_bytes=0,
+        grid=[4, 0, 1, 4, 1, 8, 4, 2, 32],
+        pointers=range(6),
+        sizes=[0, 0, 0, 1, 0, 2],
+        overlaps=True,
+    )
+    return _launched([y, dy, lse, dlse], [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2, call)
+
+
+def _in_rows(
+    sums: jax.Array, turns: jax.Array | None, q: jax.Array, scale: float, members: dict[str, Any]
+) -> jax.Array:
+    """dq from the sums in the order of registers."""
+    names = ("input", "head", "value_head", "dim", "queries")
+    operands = [sums, *([] if turns is None else [turns])]
+    count = len(operands)
+    call = ffi.LaunchCall(
+        name="attention, backward: dq in rows",
+        source=_source("finish_dq", "coda::attention::FinishParams", 128, {name: members[name] for name in names}),
+        threads=128,
+        smem_bytes=0,
+        grid=[0, 0, 1, 0, 1, 1, 0, 2, 1, 0, 3, members["queries"] * members["dim"] // 2],
+        pointers=[0, -1 if turns is None else 1, count],
+        sizes=[count, 0, count, 1, count, 2],
+        words=[_bits(scale)],
+        overlaps=True,
+    )
+    (dq,) = _launched(operands, [jax.ShapeDtypeStruct(q.shape, q.dtype)], call)
+    return dq
+
+
+_SIZES = [0, 0, 0, 1, 1, 1, 0, 2, 1, 2]  # batch, queries, keys, heads, heads of keys, of q and k
+
+
+def _is_nothing(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> bool:
+    """True if no query sees a key whatever the arrays are."""
+    left, right = spec.mask.left, spec.mask.right
+    is_empty_band = left is not None and right is not None and left + right < 0
+    return is_empty_band or any(isinstance(size, int) and size == 0 for size in (*q.shape, *k.shape))
+
+
+def _splits(groups: int, batch: Any, key_tiles: Any, key_heads: Any) -> int:
+    """Into how many parts the heads of queries that share a head of keys are divided, for there to be work for all."""
+    if not all(isinstance(size, int) for size in (groups, batch, key_tiles, key_heads)):
+        return 1
+    blocks = batch * key_tiles * key_heads
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    return next((n for n in divisors if blocks * n >= 2 * NUM_SMS), groups)
+
+
+def _split_type(x: jax.Array, splits: int) -> jax.ShapeDtypeStruct:
+    return (
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if splits == 1 else jax.ShapeDtypeStruct((splits, *x.shape), jnp.float32)
+    )
+
+
+class _Operands:
+    """The arrays of a launch, to which more are added: each has a buffer's number."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self.arrays = arrays
+
+    def add(self, x: jax.Array | None) -> int:
+        """The number of an array, -1 of none."""
+        if x is None:
+            return -1
+        self.arrays.append(x)
+        return len(self.arrays) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _TileBits:
+    """The tiles of a mask, for one kernel: see `Mask` and `BackwardParams` in cuda/."""
+
+    needed: jax.Array | None = None
+    full: jax.Array | None = None
+    order: jax.Array | None = None
+    needed_keys: jax.Array | None = None
+    positions: jax.Array | None = None
+
+
+_NO_TILES = _TileBits()
+
+
+@dataclasses.dataclass(frozen=True)
+class _KernelMask:
+    """A mask as the kernels take it: a band, or arrays whose rows are padded."""
+
+    band: tuple[int, int]
+    queries: Any
+    keys: Any
+    arrays: MaskArrays  # padded; the intervals are there if anything is
+
+    @classmethod
+    def of(cls, q: jax.Array, k: jax.Array, arrays: Sequence[jax.Array], spec: AttentionSpec) -> _KernelMask:
+        mask, (batch, queries), keys = spec.mask, q.shape[:2], k.shape[1]
+        given = mask.arrays(arrays)
+        band = tuple(_NO_BOUND if bound is None else bound for bound in (mask.left, mask.right))
+        if not (mask.intervals or mask.has_ids or mask.has_mask or mask.has_bias):
+            return cls((band[0], band[1]), queries, keys, MaskArrays())
+        intervals = given.intervals
+        if intervals is None:
+            intervals = _band_intervals(mask.left, mask.right, batch, queries, keys)
+        count = intervals.shape[1]
+        empty = jnp.where(jnp.arange(count) % 2 == 0, keys, -1).astype(jnp.int32)[:, None]
+        padding = -queries % _ROWS
+        padded = jnp.concatenate([intervals, jnp.broadcast_to(empty, (batch, count, padding))], axis=2)
+        ids = [
+            None if x is None else jnp.pad(x, ((0, 0), (0, -x.shape[1] % _ROWS)), mode="edge")
+            for x in (given.query_ids, given.key_ids)
+        ]
+        return cls((0, 0), queries, keys, given._replace(intervals=padded, query_ids=ids[0], key_ids=ids[1]))
+
+    @property
+    def has_arrays(self) -> bool:
+        return self.arrays.intervals is not None
+
+    @property
+    def has_second(self) -> bool:
+        return self.has_arrays and self.arrays.intervals.shape[1] == 4
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that the backward kernel loads with a tile of queries."""
+        intervals = self.arrays.intervals.shape[1] if self.has_arrays else 0
+        return 2 + intervals + (self.arrays.query_ids is not None)
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """Members of a kernel's Config."""
+        bias = self.arrays.bias
+        return {
+            "has_arrays": self.has_arrays,
+            "has_second": self.has_second,
+            "has_ids": self.arrays.query_ids is not None,
+            "has_dense": self.arrays.mask is not None,
+            "has_bias": bias is not None,
+            "bias_type": "f32" if bias is None else TABLE[bias.dtype.name].cuda,
+        }
+
+    def pointers(self, operands: _Operands, tiles: _TileBits) -> list[int]:
+        """Buffers of `Mask`."""
+        arrays = self.arrays
+        in_order = (arrays.intervals, arrays.query_ids, arrays.key_ids, tiles.needed, tiles.full, tiles.order)
+        return [operands.add(x) for x in (*in_order, arrays.mask, arrays.bias)]
+
+    def broadcast_sizes(self, operands: _Operands) -> list[int]:
+        """Sizes of the dense mask and of the bias, four each; of none those of whatever array."""
+        sizes = []
+        for x in (self.arrays.mask, self.arrays.bias):
+            at = 0 if x is None else next(i for i, one in enumerate(operands.arrays) if one is x)
+            sizes += [number for axis in range(4) for number in (at, axis)]
+        return sizes
+
+    def tiles(self, rows: int, keys: int, *, by_keys: bool) -> _TileBits:
+        """The tiles of queries and keys that see each other: bits along keys, or of tiles of keys along queries."""
+        needed, full = self._tiles(rows, keys)
+        needed_keys = None
+        if by_keys:
+            needed_keys = _bits_of_tiles(needed)
+            needed, full = needed.swapaxes(1, 2), full.swapaxes(1, 2)
+        order = positions = None
+        is_sorted = not by_keys or (isinstance(needed.shape[1], int) and needed.shape[1] <= _MOST_SORTED)
+        if is_sorted:
+            count = jnp.sum(needed, axis=2, dtype=jnp.int32).reshape(-1)
+            order = jnp.argsort(-count, stable=True).astype(jnp.int32)
+            if by_keys:
+                positions = jnp.argsort(order).astype(jnp.int32)
+        return _TileBits(_bits_of_tiles(needed), _bits_of_tiles(full), order, needed_keys, positions)
+
+    def _tiles(self, rows: int, keys: int) -> tuple[jax.Array, jax.Array]:
+        """(B, tiles of queries, tiles of keys) bool: whether anything of a tile is seen, and whether all of it is."""
+        of_queries = functools.partial(_of_tiles, size=rows)
+        intervals = self.arrays.intervals[:, :, : self.queries]
+        starts = jnp.arange(0, -(-self.keys // keys), dtype=jnp.int32) * keys
+        ends = starts + (keys - 1)
+        needed: Any = False
+        full: Any = False
+        for i in range(0, intervals.shape[1], 2):
+            first, last = intervals[:, i], intervals[:, i + 1]
+            lowest, highest = of_queries(first, jnp.min), of_queries(last, jnp.max)
+            latest, earliest = of_queries(first, jnp.max), of_queries(last, jnp.min)
+            needed |= (starts <= highest[..., None]) & (ends >= lowest[..., None])
+            full |= (starts >= latest[..., None]) & (ends <= earliest[..., None])
+        if self.arrays.query_ids is not None:
+            query_ids, key_ids = self.arrays.query_ids[:, : self.queries], self.arrays.key_ids[:, : self.keys]
+            least, most = (of_queries(query_ids, f)[:, :, None] for f in (jnp.min, jnp.max))
+            key_least, key_most = (_of_tiles(key_ids, f, size=keys)[:, None] for f in (jnp.min, jnp.max))
+            needed &= (least <= key_most) & (key_least <= most)
+            full &= (least == most) & (key_least == key_most) & (least == key_least)
+        if self.arrays.mask is not None:
+            some, whole = (self._dense_tiles(rows, keys, f) for f in (jnp.any, jnp.all))
+            needed &= some
+            full &= whole
+        return needed, full & needed
+
+    def _dense_tiles(self, rows: int, keys: int, reduce: Any) -> jax.Array:
+        """Whether any, or all, elements of a tile of the dense mask are seen, by any or all heads: (1 or B, tiles)."""
+        mask = reduce(self.arrays.mask, axis=1)
+        fill = "edge"
+        for axis, size, whole in ((1, rows, self.queries), (2, keys, self.keys)):
+            count = -(-whole // size)
+            if (
+                isinstance(mask.shape[axis], int)
+                and mask.shape[axis] == 1
+                and not (isinstance(whole, int) and whole == 1)
+            ):
+                continue
+            padding = [(0, 0)] * 3
+            padding[axis] = (0, count * size - mask.shape[axis])
+            mask = jnp.pad(mask, padding, mode=fill)
+            mask = reduce(mask.reshape(*mask.shape[:axis], count, size, *mask.shape[axis + 1 :]), axis=axis + 1)
+        result: jax.Array = mask
+        return result
+
+
+def _of_tiles(x: jax.Array, reduce: Any, size: int) -> jax.Array:
+    """(B, tiles) of values (B, N), of which the last fill up the last tile."""
+    count = -(-x.shape[1] // size)
+    x = jnp.pad(x, ((0, 0), (0, count * size - x.shape[1])), mode="edge")
+    result: jax.Array = reduce(x.reshape(x.shape[0], count, size), axis=2)
+    return result
+
+
+def _bits_of_tiles(flags: jax.Array) -> jax.Array:
+    """(B, N, words) int32 of flags (B, N, M): 32 of M to a word, the first in the lowest bit."""
+    words = -(-flags.shape[2] // 32)
+    flags = jnp.pad(flags, ((0, 0), (0, 0), (0, words * 32 - flags.shape[2])))
+    bits = flags.reshape(*flags.shape[:2], words, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=3, dtype=jnp.uint32), jnp.int32)
+
+
+def _band_intervals(left: int | None, right: int | None, batch: Any, queries: Any, keys: Any) -> jax.Array:
+    """(B, 2, T): what a band says."""
+    row = jnp.arange(queries, dtype=jnp.int32)
+    first = jnp.zeros_like(row) if left is None else jnp.maximum(row - left, 0)
+    last = jnp.full_like(row, keys - 1) if right is None else jnp.minimum(row + right, keys - 1)
+    is_seen = first <= last
+    both = jnp.stack([jnp.where(is_seen, first, keys), jnp.where(is_seen, last, -1)])
+    return jnp.broadcast_to(both, (batch, *both.shape))
+
+
+def _dtype_member(x: jax.Array) -> dict[str, Any]:
+    return {"input": TABLE[x.dtype.name].cuda}
+
+
+def _source(function: str, params: str, threads: int, members: dict[str, Any]) -> str:
+    """The text of a kernel: its Config, and the call of a function of the headers."""
+    header = {
+        "forward": "attention_forward_sm90.cuh",
+        "backward": "attention_backward_sm90.cuh",
+    }.get(function, "attention_passes.cuh")
+    return f"""#include "{header}"
+
+struct Config {{
+{"".join(f"  {_member(name, value)}{chr(10)}" for name, value in members.items())}}};
+
+extern "C" __global__ void __launch_bounds__({threads}, 1)
+    coda_attention(const __grid_constant__ {params} params) {{
+  coda::attention::{function}<Config>(params);
+}}
+"""
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"static constexpr coda::DType {name} = coda::DType::{value};"
+    if isinstance(value, bool):
+        return f"static constexpr bool {name} = {'true' if value else 'false'};"
+    return f"static constexpr int {name} = {value};"
+
+
+def _launched(arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall) -> list[jax.Array]:
+    ffi.compile_async(call.source, call.name)
+    return ffi.launch_call(arrays, results, call)
+
+
+def _varying(arrays: Sequence[jax.Array], results: Sequence[jax.Array]) -> list[jax.Array]:
+    """Results that vary over the manual mesh axes over which the arrays do, as a custom call's type does not say."""
+    return list(vary(varying_axes(*arrays), *results))
+
+
+def _bits(x: float) -> int:
+    return int(np.float32(x).view(np.int32))
