@@ -13,6 +13,7 @@ from coda_jax.attend import blocks
 from coda_jax.attend.masks import Intervals, Masks, Sizes
 from coda_jax.attend.primitive import attend
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec
+from coda_jax.epilogue.call_site import call_site
 from coda_jax.epilogue.values import same_size
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -114,7 +115,7 @@ def attention(
         mask_spec, arrays = masks.reduced(sizes)
         if scale <= 0:  # the kernels take the greatest score of a row before they scale it
             query, scale = (-query, -scale) if scale else (query * 0, 1.0)
-        spec = AttentionSpec(mask_spec, scale, implementation, config)
+        spec = AttentionSpec(mask_spec, scale, implementation, config, call_site())
         y, lse = attend(query, key, value, *arrays.present, spec=spec)
         lse = jnp.swapaxes(lse, 1, 2)
     if not return_residual:
