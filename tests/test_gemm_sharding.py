@@ -225,7 +225,7 @@ def test_kernels_that_claim_their_tiles_have_a_counter(monkeypatch):
 
     text = made(split_k=False)
     assert "claims = false" in text and "flags = -1 " in text and "yield_k_blocks = 0 " in text
-    monkeypatch.setattr(cuda, "_is_of_several", lambda ctx: True)
+    monkeypatch.setattr(cuda, "is_of_several", lambda ctx: True)
     text = made(split_k=False)
     assert "claims = true" in text and "flags = 5 " in text and "yield_k_blocks = 0 " not in text
     text = made(split_k=True)

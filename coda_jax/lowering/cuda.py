@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 from coda_jax.lowering.launch import kernel_tiles
 from coda_jax.lowering.on_devices import Form, lower_automatic, lower_explicit
 from coda_jax.lowering.record import key_of
-from coda_jax.lowering.select import machine_reason, report, route_of, select_shard
+from coda_jax.lowering.select import Route, machine_reason, report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import WAY_OUT, devices_of, with_own_attributes
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, lower_xla, outputs_of, xla_tiles
@@ -38,7 +38,7 @@ def form_of(
     return functools.partial(xla_tiles, spec=spec, in_8_bits=spec.implementation != "xla")
 
 
-def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
+def is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
     """True if the program runs on several devices, so that there may be collectives beside its kernels."""
     context: Any = ctx.module_context.axis_context
     meshes = [aval.sharding.mesh for aval in ctx.avals_in]  # type: ignore[attr-defined]
@@ -46,19 +46,29 @@ def _is_of_several(ctx: mlir.LoweringRuleContext) -> bool:
     return max(getattr(context, "num_devices", 1), *sizes) > 1
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: Any = form_of) -> Any:
-    anywhere = ctx.module_context.lowering_parameters.for_export
+def routed(ctx: mlir.LoweringRuleContext, implementation: str | None) -> tuple[Route, str | None]:
+    """The route of a call that is lowered; and why it takes XLA's form, whatever its shards are."""
     num_devices, has_devices = devices_of(ctx)
-    route = route_of(ctx.avals_in, num_devices, for_export=anywhere)
+    route = route_of(ctx.avals_in, num_devices, for_export=is_exported(ctx))
     if route.is_automatic and not has_devices and route.reason is None:
         reason = f"XLA partitions it over {', '.join(route.over)}, whose devices no lowering knows; {WAY_OUT}"
         route = dataclasses.replace(route, reason=reason)
-    why_not = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
+    return route, "implementation='xla'" if implementation == "xla" else machine_reason() or route.reason
+
+
+def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """True if the program that is lowered may run on other devices than those attached."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: Any = form_of) -> Any:
+    anywhere = is_exported(ctx)
+    route, why_not = routed(ctx, spec.implementation)
     if why_not is not None:
         report(ctx.avals_in, spec, why_not, strict=is_strict())
         return lower_xla(ctx, *arguments, spec=spec)
     # Now: XLA's partitioner calls back later, and on threads of its own.
-    form_of = functools.partial(form_of, strict=is_strict(), anywhere=anywhere, yields=_is_of_several(ctx))
+    form_of = functools.partial(form_of, strict=is_strict(), anywhere=anywhere, yields=is_of_several(ctx))
     if route.over:
         if route.is_automatic:
             form_of = functools.partial(form_of, key=key_of(ctx.avals_in, spec))

@@ -172,29 +172,44 @@ def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:
 def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: FormOf) -> Any:
     """A shard_map over the explicit axes, as the types of arguments and results say."""
     avals_in: Sequence[Any] = ctx.avals_in
-    mesh = _mesh_of(avals_in)
-    names = explicit_axes(mesh)
     plan = plan_of_types(avals_in, ctx.avals_out, spec)
     in_specs = plan.argument_specs(spec, [aval.ndim for aval in avals_in])
+    each = functools.partial(on_each_device, spec=spec, plan=plan, form_of=form_of)
+    finish = functools.partial(outputs_of, spec=spec)
+    return lower_partition(ctx, *arguments, partition=Partition(in_specs, plan.result_specs(spec), each), finish=finish)
+
+
+def lower_partition(
+    ctx: mlir.LoweringRuleContext,
+    *arguments: Any,
+    partition: Partition,
+    finish: Callable[..., list[jax.Array]] = lambda results, _: list(results),
+) -> Any:
+    """A shard_map over the explicit axes, of which `partition` says what each device has and runs.
+
+    Args:
+      finish: (results, arguments) -> the call's results, on unsharded arrays.
+    """
+    mesh = mesh_of(ctx.avals_in)
 
     def whole(*arguments: jax.Array) -> list[jax.Array]:
         with jax.sharding.use_abstract_mesh(mesh):
             each = jax.shard_map(
-                functools.partial(on_each_device, spec=spec, plan=plan, form_of=form_of),
-                in_specs=in_specs,
-                out_specs=list(plan.result_specs(spec)),
-                axis_names=set(names),
+                partition.each,
+                in_specs=tuple(partition.arguments),
+                out_specs=list(partition.results),
+                axis_names=set(explicit_axes(mesh)),
                 check_vma=False,
             )
-            shardings = (NamedSharding(mesh, in_spec) for in_spec in in_specs)
+            shardings = (NamedSharding(mesh, in_spec) for in_spec in partition.arguments)
             resharded = map(jax.sharding.reshard, arguments, shardings)
-            outputs = outputs_of(each(*resharded), arguments, spec)
+            outputs = finish(each(*resharded), arguments)
             return [jax.sharding.reshard(x, aval.sharding) for x, aval in zip(outputs, ctx.avals_out, strict=True)]
 
     return mlir.lower_fun(whole, multiple_results=True)(ctx, *arguments)
 
 
-def _mesh_of(avals: Sequence[Any]) -> Any:
+def mesh_of(avals: Sequence[Any]) -> Any:
     """The mesh of these types; those that are on none are replicated over it."""
     return next(aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty)
 
@@ -206,12 +221,12 @@ def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmS
     if matrices.num_stores == len(stores):  # else some have several pieces, for which there are no types
         results[: len(stores)] = [explicit_cuts(avals_out[store.output]) for store in stores]
     shapes, mesh_axes = [aval.shape for aval in avals_in], list(map(explicit_cuts, avals_in))
-    return plan(spec, shapes, mesh_axes, results, _mesh_of(avals_in).shape)
+    return plan(spec, shapes, mesh_axes, results, mesh_of(avals_in).shape)
 
 
 def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
     """Types of the arguments' shards on a device; factors are those of its own product, before products are summed."""
-    sizes = _mesh_of(avals).shape
+    sizes = mesh_of(avals).shape
     specs = plan.argument_specs(spec, [aval.ndim for aval in avals])
     shards = []
     for aval, aval_spec in zip(avals, specs, strict=True):
@@ -226,7 +241,7 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
 
     They are the product and the arguments of `bare` where the devices' products are summed before the epilogue.
     """
-    with jax.sharding.use_abstract_mesh(_mesh_of(avals)):
+    with jax.sharding.use_abstract_mesh(mesh_of(avals)):
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     shards = shards_of(avals, spec, plan)
     has_epilogue = not plan.over(Dimension.K) or sums_results(shards, spec, plan)

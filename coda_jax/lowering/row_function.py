@@ -143,12 +143,12 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
                 _refuse_fallbacks(jaxpr)
             outputs = jex_core.jaxpr_as_fun(jaxpr)(*leaves)
             sent = _as_sent(outputs, places.results) if rows else outputs
-            summed = []
+            all_summed = []
             for x, output, result, spec in zip(sent, outputs, places.results, result_specs, strict=True):
                 if result.is_sum:
-                    x = _summed(x, rows, spec)
-                summed.append((lax.psum(x, columns) if result.is_partial and columns else x).astype(output.dtype))
-            return summed
+                    x = summed(x, rows, spec)
+                all_summed.append((lax.psum(x, columns) if result.is_partial and columns else x).astype(output.dtype))
+            return all_summed
 
         return Partition(argument_specs, result_specs, each)
 
@@ -221,7 +221,8 @@ def _as_sent(outputs: Sequence[jax.Array], results: Sequence[Result]) -> Sequenc
     return outputs if are_same else lax.optimization_barrier(cast)
 
 
-def _summed(x: jax.Array, axes: MeshAxes, spec: PartitionSpec) -> jax.Array:
+def summed(x: jax.Array, axes: MeshAxes, spec: PartitionSpec) -> jax.Array:
+    """The sum over these mesh axes, scattered over those of them by which `spec` shards it."""
     kept = [tuple(name for name in names if name in axes) for names in mesh_axes_of(spec, x.ndim)]
     for dimension, names in enumerate(kept):
         if names:

@@ -137,9 +137,9 @@ def route_of(avals: Sequence[Any], num_devices: int, *, for_export: bool = False
     names = f"mesh axes {', '.join(over)}" if over else f"{num_devices} devices"
     why = None
     if for_export:
-        why = "an exported program cannot carry how a product is split over automatic ones"
+        why = "an exported program cannot carry how a call is split over automatic ones"
     elif not jax.config.jax_use_shardy_partitioner:
-        why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a product is split"
+        why = "it does so without Shardy (jax_use_shardy_partitioner), whose rules say how a call is split"
     reason = why and f"XLA partitions it over {names}, and {why}; {WAY_OUT}"
     return Route(over or (f"{num_devices} devices",), True, reason)
 
@@ -162,12 +162,21 @@ def report(avals: Sequence[Any], spec: GemmSpec, reason: str | None, *, strict: 
       NotImplementedError: implementation="cuda".
       FallbackError: strict, and the form was not asked for.
     """
+    types, pieces_of_a = typed(avals[: spec.matrices.num_factors]), len(spec.matrices.a)
+    factors = " @ ".join(", ".join(of) for of in (types[:pieces_of_a], types[pieces_of_a:]))
+    report_of(f"{spec.function} '{spec.name}'", factors, spec, reason, strict=strict)
+
+
+def report_of(name: str, arguments: str, spec: Any, reason: str | None, *, strict: bool) -> None:
+    """`report` of a call with this name and these types of arguments, and a spec of a kind of its own."""
     if spec.implementation == "cuda":
-        raise NotImplementedError(f"{spec.function} '{spec.name}': implementation='cuda' was asked for, but {reason}")
-    if spec.implementation == "auto":
-        types = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in avals[: spec.matrices.num_factors]]
-        pieces_of_a = len(spec.matrices.a)
-        factors = " @ ".join(", ".join(of) for of in (types[:pieces_of_a], types[pieces_of_a:]))
+        raise NotImplementedError(f"{name}: implementation='cuda' was asked for, but {reason}")
+    if spec.implementation != "xla":
         message = f"takes its XLA form: {reason}"
-        told = f"{spec.function} '{spec.name}', {factors}, {message}; coda.explain lists all, with what to change"
+        told = f"{name}, {arguments}, {message}; coda.explain lists all, with what to change"
         warn_once(told, message, spec.site, strict=strict)
+
+
+def typed(avals: Sequence[Any]) -> list[str]:
+    """The types of arguments, for messages."""
+    return [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in avals]

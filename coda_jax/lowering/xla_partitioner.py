@@ -138,7 +138,7 @@ class _Callback:
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(
-            "a compiled program whose products XLA splits over automatic mesh axes cannot be serialised: it asks the "
+            "a compiled program whose calls XLA splits over automatic mesh axes cannot be serialised: it asks the "
             f"library how; {WAY_OUT}, and the program can be"
         )
 

@@ -110,7 +110,7 @@ def main() -> None:
         run(name, 264, 264, 2056, config=shared, about="in a cooperative tile ")
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary_64"):
         run(name, 264, 400, 136, config=coda.GemmConfig(tile_m=128, column_passes=2), about="in two passes ")
-    cuda._is_of_several = lambda ctx: True  # as in a program of several devices
+    cuda.is_of_several = lambda ctx: True  # as in a program of several devices
     kernel.YIELD_NANOSECONDS = 300  # a tile or two each, but for the blocks that stay
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary"):
         for tile_n in (128, 256):

@@ -50,6 +50,6 @@ def test_batched(b_is_shared, monkeypatch):
         return jax.jit(jax.vmap(one, in_axes=(0, None if b_is_shared else 0)))
 
     want = product()(a, b)
-    monkeypatch.setattr(cuda, "_is_of_several", lambda ctx: True)
+    monkeypatch.setattr(cuda, "is_of_several", lambda ctx: True)
     claiming = product()
     assert sum(_differing([want], [claiming(a, b)]) for _ in range(REPEATS)) == 0
