@@ -162,6 +162,13 @@ class Masks:
         return jnp.stack([jnp.broadcast_to(x, shape).astype(jnp.int32) for x in found], axis=1)
 
 
+def intervals_of_band(spec: MaskSpec, first_row: Any, sizes: Sizes) -> jax.Array:
+    """The intervals of keys (B, 2, T) int32 that a band lets queries see, the first of which is row `first_row`."""
+    window: Any = (spec.left, spec.right)
+    offset = jnp.broadcast_to(first_row, (sizes.batch,))
+    return Masks(False, window, None, None, None, offset, (), None, None)._intervals(sizes)
+
+
 def _static_band(left: int | None, right: int | None, offset: int, sizes: Sizes) -> tuple[int | None, int | None]:
     """The band around a query's row; without bounds that hide no key."""
     if left is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 from jax.interpreters import batching, mlir
@@ -27,6 +28,7 @@ from coda_jax.primitives.mesh_types import (
     explicit_axes,
     explicit_cuts,
     explicit_sharding,
+    may_be_automatic,
     partition_spec,
     placed,
     reshaped,
@@ -39,10 +41,29 @@ CONTEXT_NAME = "context"  # of y and lse, for policies of `jax.checkpoint` that 
 
 attention_forward_p = jex_core.Primitive("coda_attention")
 attention_backward_p = jex_core.Primitive("coda_attention_backward")
+# The same where XLA may partition attention over automatic mesh axes, as `coda_gemm_auto_p` is of products.
+attention_forward_auto_p = jex_core.Primitive("coda_attention")
+attention_backward_auto_p = jex_core.Primitive("coda_attention_backward")
+_AUTOMATIC = {attention_forward_p: attention_forward_auto_p, attention_backward_p: attention_backward_auto_p}
 FORMS: dict[jex_core.Primitive, Callable[..., list[jax.Array]]] = {  # by XLA
     attention_forward_p: blocks.forward,
+    attention_forward_auto_p: blocks.forward,
     attention_backward_p: blocks.backward,
+    attention_backward_auto_p: blocks.backward,
 }
+for _primitive in _AUTOMATIC.values():
+    dispatch.prim_requires_devices_during_lowering.add(_primitive)
+
+
+def is_backward(primitive: jex_core.Primitive) -> bool:
+    """True if a primitive of `FORMS` is the backward pass."""
+    return FORMS[primitive] is blocks.backward
+
+
+def _bind(primitive: jex_core.Primitive, *arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    """The results of forward or backward pass, by the primitive that the arrays' types ask for."""
+    is_auto = spec.implementation != "xla" and may_be_automatic(*arrays)
+    return tuple((_AUTOMATIC[primitive] if is_auto else primitive).bind(*arrays, spec=spec))
 
 
 def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
@@ -52,7 +73,7 @@ def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arra
     """
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(attention_forward_p.bind(*arrays, spec=spec))
+        return _bind(attention_forward_p, *arrays, spec=spec)
 
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
         y, lse = (checkpoint_name(x, CONTEXT_NAME) for x in attend(*arrays, spec=spec))
@@ -74,7 +95,7 @@ def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]
     """dq, dk and dv, with their own derivative."""
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(attention_backward_p.bind(*arrays, spec=spec))
+        return _bind(attention_backward_p, *arrays, spec=spec)
 
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
         return _gradients(*arrays, spec=spec), arrays
@@ -145,7 +166,7 @@ def _backward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> lis
     return [x.update(weak_type=False) for x in (q, k, v)]
 
 
-_TYPES = {attention_forward_p: _forward_types, attention_backward_p: _backward_types}
+_TYPES = {x: _backward_types if is_backward(x) else _forward_types for x in FORMS}
 
 
 def _batch(
