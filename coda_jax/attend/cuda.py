@@ -1,0 +1,130 @@
+"""The rule by which JAX lowers attention for CUDA: on one device the kernels, on several what each of them runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core as jex_core
+from jax.interpreters import mlir
+
+from coda_jax.attend import costs, kernel
+from coda_jax.attend.on_mesh import Form, lower_automatic, lower_explicit
+from coda_jax.attend.primitive import FORMS, is_backward, lower_xla
+from coda_jax.attend.spec import AttentionSpec
+from coda_jax.jaxprs.evaluate import bound, evaluate
+from coda_jax.jaxprs.walk import equations
+from coda_jax.lowering.cuda import is_of_several, routed
+from coda_jax.lowering.select import report_of, typed
+from coda_jax.lowering.xla_partitioner import with_own_attributes
+from coda_jax.primitives.fallbacks import is_strict
+from coda_jax.primitives.mesh_types import vary, varying_axes
+
+_LAUNCH = "ffi_call"  # the primitive of a custom call
+
+
+def form_of(
+    arrays: Sequence[Any],
+    spec: AttentionSpec,
+    seen: int | None,
+    *,
+    primitive: jex_core.Primitive,
+    strict: bool,
+    yields: bool = False,
+    has_own_attributes: bool = False,
+) -> Form:
+    """The form of attention of such arrays on one device: the kernel, or XLA's with a warning; strict, an error.
+
+    Args:
+      seen: how many pairs of each head see each other; None if it is not known.
+      yields: as the kernel has it: whether the program runs on several devices, so that collectives need SMs.
+      has_own_attributes: whether the call stands in one that the partitioner replaces.
+    """
+    types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arrays]
+    reason = unsupported_reason(types, spec)
+    if reason is not None:
+        report(types, spec, reason, strict=strict)
+        return functools.partial(FORMS[primitive], spec=spec)
+    run = functools.partial(
+        _timed,
+        function=functools.partial(
+            kernel.backward if is_backward(primitive) else kernel.forward, spec=spec, yields=yields
+        ),
+        nanoseconds=_nanoseconds(types, seen, primitive),
+    )
+    return with_own_attributes(run) if has_own_attributes else run
+
+
+def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
+    """Why the kernels cannot compute attention of such arguments, forward or backward; None if they can."""
+    return kernel.unsupported_reason(avals[: 3 + len(spec.mask.fields)], spec)
+
+
+def report(avals: Sequence[Any], spec: AttentionSpec, reason: str | None, *, strict: bool) -> None:
+    """Says why attention of arguments of these types takes its XLA form.
+
+    Raises:
+      NotImplementedError: implementation="cuda".
+      FallbackError: strict, and the form was not asked for.
+    """
+    named = zip(("query", "key", "value"), typed(avals[:3]), strict=True)
+    report_of("attention", ", ".join(f"{name} {type_}" for name, type_ in named), spec, reason, strict=strict)
+
+
+def _nanoseconds(types: Sequence[Any], seen: int | None, primitive: jex_core.Primitive) -> int | None:
+    backward = is_backward(primitive)
+    needed = costs.flops(types, seen, is_backward=backward)
+    return None if needed is None else costs.nanoseconds(needed, is_backward=backward)
+
+
+def _timed(*arrays: jax.Array, function: Callable[..., list[jax.Array]], nanoseconds: int | None) -> list[jax.Array]:
+    """function(*arrays), of which XLA's scheduler is told how long it takes: what runs beside it starts in time."""
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    launches = [len(one.outvars) for one, _ in equations(closed.jaxpr) if one.primitive.name == _LAUNCH]
+    # What takes one of several results of a call gets what is said of the call, and XLA counts it again.
+    operations = sum(1 + (results if results > 1 else 0) for results in launches)
+
+    def apply(equation: jex_core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name != _LAUNCH:
+            return bound(equation, inputs)
+        told = {"latency_metadata": nanoseconds // operations} if nanoseconds else {}
+        with set_xla_metadata(**told):
+            # The custom call's results are typed as varying over no mesh axis.
+            return vary(varying_axes(*inputs), *bound(equation, inputs))
+
+    return evaluate(closed.jaxpr, closed.consts, arrays, apply)
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext,
+    *arrays: Any,
+    spec: AttentionSpec,
+    primitive: jex_core.Primitive,
+    form_of: Any = form_of,
+) -> Any:
+    route, why_not = routed(ctx, spec.implementation)
+    if why_not is not None:
+        report(ctx.avals_in, spec, why_not, strict=is_strict())
+        return lower_xla(ctx, *arrays, spec=spec, primitive=primitive)
+    # Now: XLA's partitioner calls back later, and on threads of its own.
+    form_of = functools.partial(form_of, primitive=primitive, strict=is_strict(), yields=is_of_several(ctx))
+    if route.over:
+        if route.is_automatic:
+            form_of = functools.partial(form_of, has_own_attributes=True)
+        lower = lower_automatic if route.is_automatic else lower_explicit
+        return lower(ctx, *arrays, spec=spec, primitive=primitive, form_of=form_of)
+    avals: Sequence[Any] = ctx.avals_in
+    queries, keys = avals[0].shape[1], avals[1].shape[1]
+    seen = costs.pairs(spec.mask, queries, keys)
+
+    def on_one_device(*arrays: jax.Array) -> list[jax.Array]:
+        return form_of(arrays, spec, seen)(*arrays)
+
+    return mlir.lower_fun(on_one_device, multiple_results=True)(ctx, *arrays)
+
+
+for _primitive in FORMS:
+    mlir.register_lowering(_primitive, functools.partial(_lower, primitive=_primitive), platform="cuda")

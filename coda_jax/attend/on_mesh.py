@@ -1,0 +1,306 @@
+"""Attention over the devices of a mesh: which mesh axes shard which of its axes, and what each device computes.
+
+Sequences, heads and queries may be sharded; keys are gathered, and so are the columns of heads. Each device has the key
+heads of its queries: where there are fewer than shards, several devices have the same one. dk and dv are summed over
+the devices that share keys: those with other queries, and those with other heads of the same key head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core as jex_core
+from jax.interpreters import mlir
+
+from coda_jax import ffi
+from coda_jax.attend.costs import pairs
+from coda_jax.attend.masks import Sizes, intervals_of_band
+from coda_jax.attend.primitive import FORMS, is_backward
+from coda_jax.attend.spec import AttentionSpec
+from coda_jax.lowering.on_devices import digest_of, lower_partition, mesh_of
+from coda_jax.lowering.row_function import summed
+from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, partitioned_call
+from coda_jax.primitives.fallbacks import is_strict
+from coda_jax.primitives.mesh_types import MeshAxes, cutting_evenly, explicit_cuts, partition_spec
+
+# (*arrays) -> the results of a primitive
+Form = Callable[..., list[jax.Array]]
+# (arrays, spec, pairs of each head that see each other) -> the form of attention of a device's shards
+FormOf = Callable[[Sequence[Any], AttentionSpec, int | None], Form]
+
+
+class Plan(NamedTuple):
+    """The mesh axes that shard attention, the major one first.
+
+    Attributes:
+      batch, heads, rows: the sequences, the heads of queries and the queries.
+      key_heads: the first of `heads`, which shard the heads of keys. The others share them.
+      key_scatters: for dk and for dv, those of the mesh axes over which it is summed that shard its keys.
+    """
+
+    batch: MeshAxes
+    heads: MeshAxes
+    rows: MeshAxes
+    key_heads: MeshAxes
+    key_scatters: tuple[MeshAxes, ...]
+
+    @property
+    def sharing(self) -> MeshAxes:
+        """The mesh axes of heads over which devices have the same heads of keys."""
+        return self.heads[len(self.key_heads) :]
+
+    def specs(self, arrays: Sequence[Any], spec: AttentionSpec) -> tuple[Any, ...]:
+        """The shardings of the arguments, which have shapes."""
+        of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
+        of_keys = partition_spec([self.batch, (), self.key_heads, ()])
+        of_rows = partition_spec([self.batch, self.heads, self.rows])
+        of_masks = {
+            "intervals": partition_spec([self.batch, (), self.rows]),
+            "query_ids": partition_spec([self.batch, self.rows]),
+            "key_ids": partition_spec([self.batch, ()]),
+        }
+        fields = spec.mask.fields
+        masks = [of_masks.get(name) for name in fields]
+        for i, x in enumerate(arrays[3 : 3 + len(fields)]):
+            if masks[i] is None:  # of all pairs, with axes of size 1
+                each = zip(x.shape, (self.batch, self.heads, self.rows, ()), strict=True)
+                masks[i] = partition_spec([() if size == 1 else names for size, names in each])
+        results = (of_queries, of_rows, of_queries, of_rows)  # y, lse and their cotangents
+        return (of_queries, of_keys, of_keys, *masks, *results[: len(arrays) - 3 - len(fields)])
+
+    def result_specs(self, *, is_backward: bool) -> tuple[Any, ...]:
+        """The shardings of y and lse, or of dq, dk and dv."""
+        of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
+        if not is_backward:
+            return of_queries, partition_spec([self.batch, self.heads, self.rows])
+        return of_queries, *(partition_spec([self.batch, x, self.key_heads, ()]) for x in self.key_scatters)
+
+
+def plan(
+    shapes: Sequence[Sequence[int]],
+    arguments: Sequence[Sequence[MeshAxes]],
+    results: Sequence[Sequence[MeshAxes]],
+    mesh_sizes: Mapping[str, int],
+) -> Plan:
+    """The plan that follows how y or dq is sharded, else how q is; XLA reshards arrays that are sharded otherwise.
+
+    Mesh axes that do not divide an axis evenly do not shard it.
+
+    Args:
+      shapes: of q, k, v and the other arguments, unsharded.
+      arguments, results: for each axis of each array the mesh axes that shard it.
+      mesh_sizes: the number of devices along each mesh axis.
+    """
+    batch, length, heads, _ = shapes[0]
+    keys, key_heads = shapes[1][1:3]
+    given: set[str] = set()
+
+    def over(axis: int, *sizes: int) -> MeshAxes:
+        names = next((x for cuts in (results[0], arguments[0]) if (x := _free(cuts[axis], given))), ())
+        found = cutting_evenly(names, mesh_sizes, *sizes)
+        given.update(found)
+        return found
+
+    batches, of_heads, rows = over(0, batch), over(2, heads), over(1, length)
+    count = len(of_heads)
+    while key_heads % math.prod(mesh_sizes[name] for name in of_heads[:count]):
+        count -= 1
+    shared = {*rows, *of_heads[count:]}
+    wanted = (tuple(name for name in cuts[1] if name in shared) for cuts in results[1:])
+    scatters = tuple(cutting_evenly(names, mesh_sizes, keys) for names in wanted) if len(results) == 3 else ()
+    return Plan(batches, of_heads, rows, of_heads[:count], scatters)
+
+
+def _free(names: MeshAxes, given: set[str]) -> MeshAxes:
+    return tuple(name for name in names if name not in given)
+
+
+def on_each_device(
+    *shards: jax.Array,
+    spec: AttentionSpec,
+    primitive: jex_core.Primitive,
+    plan: Plan,
+    form_of: FormOf,
+    mesh_sizes: Mapping[str, int],
+    seen: int | None,
+) -> list[jax.Array]:
+    """The results of a device's shards, in a region where the plan's mesh axes are manual.
+
+    Args:
+      seen: the pairs of each head that see each other, on all devices that have queries of it.
+    """
+    q, k, v, *others = shards
+    heads_of_device = _KeyHeads.of(q.shape[2], k.shape[2], plan.sharing, mesh_sizes)
+    k, v = heads_of_device.taken(k), heads_of_device.taken(v)
+    if plan.rows and (spec.mask.left, spec.mask.right) != (None, None):
+        batch, rows, heads, _ = q.shape
+        sizes = Sizes(batch, heads, rows, k.shape[1])
+        others = [intervals_of_band(spec.mask, lax.axis_index(plan.rows) * rows, sizes), *others]
+        spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, left=None, right=None, intervals=1))
+    arrays = [q, k, v, *others]
+    share = math.prod(mesh_sizes[name] for name in plan.rows)
+    results = form_of(arrays, spec, None if seen is None else seen // share)(*arrays)
+    if not is_backward(primitive):
+        return results
+    dq, *of_keys = results
+    axes = plan.rows + plan.sharing
+    specs = plan.result_specs(is_backward=True)[1:]
+    each = zip(of_keys, specs, strict=True)
+    return [dq, *(_summed(heads_of_device.placed(x), axes, wanted) if axes else x for x, wanted in each)]
+
+
+def _summed(x: jax.Array, axes: MeshAxes, spec: Any) -> jax.Array:
+    """The sum over the devices, which is rounded as it is sent: bfloat16 as such, float16 not."""
+    sent = x.dtype if x.dtype == jnp.bfloat16 else jnp.promote_types(x.dtype, jnp.float32)
+    return summed(x.astype(sent), axes, spec).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyHeads:
+    """The heads of keys that a device needs of those that it shares with others.
+
+    Attributes:
+      count: how many it shares.
+      taken_heads: their numbers; None if it needs all.
+    """
+
+    count: int
+    taken_heads: jax.Array | None
+
+    @classmethod
+    def of(cls, heads: int, count: int, sharing: MeshAxes, mesh_sizes: Mapping[str, int]) -> _KeyHeads:
+        """Of a device with so many heads of queries, by the number of heads that its group of devices shares."""
+        if not sharing:
+            return cls(count, None)
+        shards = math.prod(mesh_sizes[name] for name in sharing)
+        repeats = math.lcm(count, shards) // count  # of each head, so that the shards divide them evenly
+        own = count * repeats // shards
+        assert heads % own == 0, (heads, count, shards)
+        return cls(count, (lax.axis_index(sharing) * own + jnp.arange(own)) // repeats)
+
+    def taken(self, x: jax.Array) -> jax.Array:
+        """The heads of x (B, S, K, D) that the device needs."""
+        return x if self.taken_heads is None else jnp.take(x, self.taken_heads, axis=2)
+
+    def placed(self, x: jax.Array) -> jax.Array:
+        """`taken` the other way: heads that the device does not have are 0."""
+        if self.taken_heads is None:
+            return x
+        zeros = jnp.zeros((*x.shape[:2], self.count, x.shape[3]), x.dtype)
+        return zeros.at[:, :, self.taken_heads].add(x)
+
+
+def lower_explicit(
+    ctx: mlir.LoweringRuleContext, *arrays: Any, spec: AttentionSpec, primitive: jex_core.Primitive, form_of: FormOf
+) -> Any:
+    """A shard_map over the explicit axes, as the types of arguments and results say."""
+    avals: Sequence[Any] = ctx.avals_in
+    cuts = list(map(explicit_cuts, avals)), list(map(explicit_cuts, ctx.avals_out))
+    partition = _partition([x.shape for x in avals], *cuts, mesh_of(avals).shape, avals, spec, primitive, form_of)
+    return lower_partition(ctx, *arrays, partition=partition)
+
+
+def _partition(
+    shapes: Sequence[Sequence[int]],
+    arguments: Sequence[Sequence[MeshAxes]],
+    results: Sequence[Sequence[MeshAxes]],
+    mesh_sizes: Mapping[str, int],
+    arrays: Sequence[Any],
+    spec: AttentionSpec,
+    primitive: jex_core.Primitive,
+    form_of: FormOf,
+) -> Partition:
+    planned = plan(shapes, arguments, results, mesh_sizes)
+    each = functools.partial(
+        on_each_device,
+        spec=spec,
+        primitive=primitive,
+        plan=planned,
+        form_of=form_of,
+        mesh_sizes=mesh_sizes,
+        seen=pairs(spec.mask, shapes[0][1], shapes[1][1]),
+    )
+    return Partition(planned.specs(arrays, spec), planned.result_specs(is_backward=is_backward(primitive)), each)
+
+
+def lower_automatic(
+    ctx: mlir.LoweringRuleContext, *arrays: Any, spec: AttentionSpec, primitive: jex_core.Primitive, form_of: FormOf
+) -> Any:
+    """A call that calls back when XLA's partitioner has decided how its arrays are sharded."""
+
+    def unsharded(*arrays: jax.Array) -> list[jax.Array]:
+        return FORMS[primitive](*arrays, spec=spec)
+
+    def partition(
+        arguments: Sequence[ShardedArray], results: Sequence[ShardedArray], sizes: Mapping[str, int]
+    ) -> Partition:
+        cuts = [x.mesh_axes for x in arguments], [x.mesh_axes for x in results]
+        return _partition([x.shape for x in arguments], *cuts, sizes, arguments, spec, primitive, form_of)
+
+    avals: Sequence[Any] = ctx.avals_in
+    rule = sharding_rule([x.shape for x in avals], spec, primitive)
+    call = partitioned_call(ctx, unsharded, partition, rule)
+
+    def whole(*arrays: jax.Array) -> list[jax.Array]:
+        # The persistent cache's key holds shapes and rule, but not what the callback will put in the call's place.
+        digest = digest_of(primitive.name, spec, is_strict(), ffi.headers_hash())
+        with set_xla_metadata(coda_attention=digest):
+            return call(*arrays)
+
+    return mlir.lower_fun(whole, multiple_results=True)(ctx, *arrays)
+
+
+def sharding_rule(
+    shapes: Sequence[Sequence[int]], spec: AttentionSpec, primitive: jex_core.Primitive
+) -> SdyShardingRule:
+    """The rule that tells Shardy's propagation which axes of the arguments and the results go together."""
+    heads, key_heads = shapes[0][2], shapes[1][2]
+    sizes: dict[str, Any] = {}
+    of_heads: Any = "heads"
+    if heads != key_heads:
+        of_heads, sizes = CompoundFactor("heads", "groups"), {"groups": heads // key_heads}
+    replicated: list[str] = []  # the factors that are never sharded, in the order in which Shardy meets them
+
+    def whole() -> str:
+        replicated.append(f"replicated_{len(replicated)}")
+        return replicated[-1]
+
+    def queries() -> ArrayMapping:
+        return ArrayMapping("batch", "rows", of_heads, whole())
+
+    def of_rows() -> ArrayMapping:
+        return ArrayMapping("batch", of_heads, "rows")
+
+    def of_all_pairs(shape: Sequence[int]) -> ArrayMapping:
+        each = zip(shape, ("batch", of_heads, "rows", None), strict=True)
+        return ArrayMapping(*(whole() if size == 1 or name is None else name for size, name in each))
+
+    def masks(field: str, shape: Sequence[int]) -> ArrayMapping:
+        match field:
+            case "intervals":
+                return ArrayMapping("batch", whole(), "rows")
+            case "query_ids":
+                return ArrayMapping("batch", "rows")
+            case "key_ids":
+                return ArrayMapping("batch", whole())
+        return of_all_pairs(shape)
+
+    def keys(rows: str | None = None) -> ArrayMapping:
+        return ArrayMapping("batch", rows or whole(), "heads", whole())
+
+    arguments = [queries(), keys(), keys(), *map(masks, spec.mask.fields, shapes[3:])]
+    if is_backward(primitive):
+        arguments += [queries(), of_rows(), queries(), of_rows()]
+        results = [queries(), keys("keys_of_dk"), keys("keys_of_dv")]  # sums, which may be scattered
+    else:
+        results = [queries(), of_rows()]
+    return SdyShardingRule(tuple(arguments), tuple(results), need_replication_factors=tuple(replicated), **sizes)
