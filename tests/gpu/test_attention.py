@@ -1,0 +1,261 @@
+"""Attention's kernels on a device: against dense float64 attention, poisoned results, bits of a thousand runs, NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from tests.gpu.poisoned import poisoned_launches
+from tests.test_attention import dense
+
+BF16 = jnp.bfloat16
+
+
+def normal(seed, *shape, dtype=BF16):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def problem(seed, batch, queries, keys, heads, kv_heads, width, value_width=None, dtype=BF16):
+    """q, k, v, dy and dlse."""
+    value_width = value_width or width
+    return (
+        normal(seed, batch, queries, heads, width, dtype=dtype),
+        normal(seed + 1, batch, keys, kv_heads, width, dtype=dtype),
+        normal(seed + 2, batch, keys, kv_heads, value_width, dtype=dtype),
+        normal(seed + 3, batch, queries, heads, value_width, dtype=dtype),
+        normal(seed + 4, batch, queries, heads, dtype=jnp.float32),
+    )
+
+
+def results(given, implementation="cuda", bias=None, **options):
+    """y, lse, dq, dk, dv, and dbias."""
+
+    @jax.jit
+    def run(q, k, v, dy, dlse, bias, options):
+        attend = functools.partial(
+            coda.attention, return_residual=True, implementation=implementation, **static, **options
+        )
+        (y, lse), pullback = jax.vjp(lambda q, k, v, bias: attend(q, k, v, bias), q, k, v, bias)
+        return y, lse, *pullback((dy, dlse))
+
+    static = {
+        name: options.pop(name) for name in list(options) if not isinstance(options[name], jax.Array | coda.Intervals)
+    }
+    return run(*given, bias, options)
+
+
+def distance(got, exact):
+    got, exact = (np.asarray(x).astype(np.float64) for x in (got, exact))
+    finite = np.isfinite(exact)
+    assert np.array_equal(np.isfinite(got), finite)
+    return np.linalg.norm((got - exact)[finite]) / max(np.linalg.norm(exact[finite]), 1e-6)
+
+
+def check(given, seen=True, bias=None, **options):
+    """No result is further from float64's than twice XLA's form, and a rounding."""
+    exact = dense(*given, bias=0.0 if bias is None else bias, seen=seen, scale=options.get("scale"))
+    ours, plain = (results(given, name, bias, **options) for name in ("cuda", "xla"))
+    unit = float(jnp.finfo(given[0].dtype).eps)
+    for name, got, rough, one in zip(("y", "lse", "dq", "dk", "dv"), ours, plain, exact, strict=False):
+        error, allowed = distance(got, one), 2 * distance(rough, one) + (1e-6 if name == "lse" else unit / 8)
+        assert error <= allowed, f"{name}: {error:.2e}, allowed {allowed:.2e}"
+    return ours
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    poisoned_launches(monkeypatch)
+    jax.clear_caches()
+
+
+def band(queries, keys, left=None, right=None):
+    row, key = np.arange(queries)[:, None], np.arange(keys)
+    seen = np.ones((queries, keys), bool)
+    if left is not None:
+        seen &= key >= row - left
+    if right is not None:
+        seen &= key <= row + right
+    return seen
+
+
+@pytest.mark.parametrize(
+    "width",
+    [(64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (40, 24), (64, 128)],
+    ids=str,
+)
+def test_widths(width):
+    check(problem(0, 2, 300, 300, 4, 2, *width), band(300, 300, right=0), is_causal=True)
+    ids = jnp.asarray(np.repeat(np.arange(5), 60)[None].repeat(2, 0), jnp.int32)
+    same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
+    check(problem(7, 2, 300, 300, 4, 2, *width), same & band(300, 300, right=0), is_causal=True, segment_ids=ids)
+
+
+@pytest.mark.parametrize("queries,keys", [(1, 1), (1, 300), (300, 1), (127, 129), (128, 128), (500, 333), (200, 777)])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
+def test_sizes(queries, keys, heads):
+    check(problem(1, 2, queries, keys, *heads, 64))
+    check(problem(1, 2, queries, keys, *heads, 128), band(queries, keys, right=0), is_causal=True)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (37, 130), (1000, 0)], ids=str)
+@pytest.mark.parametrize("offset", [None, 150, -90])
+def test_windows(window, offset):
+    left, right = window
+    seen = band(400, 500, left - (offset or 0), right + (offset or 0))
+    check(problem(2, 1, 400, 500, 4, 2, 64), seen, local_window_size=window, query_offset=offset)
+
+
+def lengths_of(kind, random, total):
+    lengths = {"one": [total], "each": [1] * total, "edges": [1, 127, 128, 129, 1, 1, 250]}.get(kind)
+    lengths = lengths or list(random.integers(1, 90, total))
+    return np.repeat(np.arange(len(lengths)), lengths)[:total]
+
+
+@pytest.mark.parametrize("kind", ["one", "each", "edges", "random", "unsorted", "shuffled"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_documents(kind, width):
+    """Ids, sorted or not, and with them a window."""
+    random = np.random.default_rng(3)
+    ids = np.stack([lengths_of(kind, random, 637), lengths_of(kind, random, 637)])
+    if kind == "unsorted":
+        ids = ids % 3
+    if kind == "shuffled":
+        ids = random.integers(0, 4, ids.shape)
+    ids = jnp.asarray(ids, jnp.int32)
+    same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
+    given = problem(4, 2, 637, 637, 4, 2, width)
+    check(given, same & band(637, 637, right=0), is_causal=True, segment_ids=ids)
+    check(given, same, segment_ids=ids)
+    check(given, same & band(637, 637, 50, 0), is_causal=True, local_window_size=50, segment_ids=ids)
+
+
+def random_intervals(seed, batch, queries, keys):
+    random = np.random.default_rng(seed)
+    first = random.integers(0, keys, (batch, queries))
+    last = np.minimum(first + random.integers(-20, 200, first.shape), keys - 1)
+    return jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_intervals(heads, dtype):
+    given, key = problem(5, 2, 500, 600, *heads, 64, dtype=dtype), np.arange(600)
+    first, last = random_intervals(0, 2, 500, 600)
+    one = (np.asarray(first)[..., None] <= key) & (key <= np.asarray(last)[..., None])
+    check(given, one[:, None], mask=coda.Intervals(first, last))
+    second_first, second_last = random_intervals(1, 2, 500, 600)
+    two = one | ((np.asarray(second_first)[..., None] <= key) & (key <= np.asarray(second_last)[..., None]))
+    check(given, two[:, None], mask=coda.Intervals(first, last, second_first, second_last))
+
+
+def test_offsets_and_lengths():
+    given = problem(6, 3, 200, 500, 4, 2, 64)
+    offset, lengths, rows = np.array([0, 130, 299]), np.array([500, 301, 0]), np.array([200, 77, 200])
+    row, key = np.arange(200)[:, None], np.arange(500)
+    seen = (key <= row + offset[:, None, None]) & (key < lengths[:, None, None]) & (row < rows[:, None, None])
+    check(
+        given,
+        seen[:, None],
+        is_causal=True,
+        query_offset=jnp.asarray(offset, jnp.int32),
+        key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
+        query_seq_lengths=jnp.asarray(rows, jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 300, 400), (1, 1, 300, 400), (2, 1, 1, 400), (1, 4, 300, 1)], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_dense_mask_and_bias(shape, width):
+    given = problem(7, 2, 300, 400, 4, 2, width)
+    mask = jnp.asarray(np.random.default_rng(8).random(shape) < 0.7)
+    bias = normal(9, *shape, dtype=jnp.float32)
+    check(given, np.asarray(mask), mask=mask)
+    ours = check(given, np.asarray(mask) & band(300, 400, right=0), bias, mask=mask, is_causal=True)
+    exact = dense(*given, bias=bias, seen=np.asarray(mask) & band(300, 400, right=0))[5]
+    axes = tuple(i for i, size in enumerate(shape) if size == 1)
+    assert distance(ours[5], exact.sum(axes, keepdims=True)) < 0.01
+
+
+def test_large_scores():
+    """Scores of 60000, in float16 too, whose cotangents have no room there."""
+    for dtype in (BF16, jnp.float16):
+        q, k, v, dy, dlse = problem(10, 1, 256, 256, 2, 1, 64, dtype=dtype)
+        q, k = (x * jnp.asarray(30, dtype) for x in (q, k))
+        for x in results((q, k, v, dy * jnp.asarray(1000, dtype), dlse), is_causal=True, scale=1.0):
+            assert x is None or np.isfinite(np.asarray(x, np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dy"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_nan_stays_in_its_document(name, width, is_sorted):
+    given = problem(11, 1, 700, 700, 4, 2, width)
+    ids = np.repeat(np.arange(10), 70)[None]
+    if not is_sorted:
+        ids = ids % 4
+    bad = 333
+    clean = results(given, is_causal=True, segment_ids=jnp.asarray(ids, jnp.int32))
+    place = ["q", "k", "v", "dy"].index(name)
+    spoiled = list(given)
+    spoiled[place] = given[place].at[0, bad, 1, 5].set(jnp.nan)
+    got = results(spoiled, is_causal=True, segment_ids=jnp.asarray(ids, jnp.int32))
+    others = ids[0] != ids[0, bad]
+    for one, exact in zip((*got[:1], *got[2:5]), (*clean[:1], *clean[2:5]), strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[0, others], np.asarray(exact)[0, others])
+    if name != "dy":
+        assert np.isnan(np.asarray(got[0], np.float32)[0, bad]).any()
+    assert np.isnan(np.asarray(got[2], np.float32)[0, bad]).any()
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["causal", "documents"])
+def test_bits(width, kind):
+    """The same bits in each of many runs."""
+    given = problem(12, 2, 1500, 1500, 8, 2, width)
+    options = {"is_causal": True}
+    if kind == "documents":
+        options["segment_ids"] = jnp.asarray(
+            lengths_of("random", np.random.default_rng(0), 1500)[None].repeat(2, 0), jnp.int32
+        )
+
+    @jax.jit
+    def run(given):
+        q, k, v, dy, dlse = given
+        (y, lse), pullback = jax.vjp(
+            functools.partial(coda.attention, return_residual=True, implementation="cuda", **options), q, k, v
+        )
+        return y, lse, *pullback((dy, dlse))
+
+    @jax.jit
+    def differ(a, b):
+        return sum(
+            jnp.sum(jax.lax.bitcast_convert_type(x, bits) != jax.lax.bitcast_convert_type(y, bits))
+            for x, y in zip(a, b, strict=True)
+            for bits in [jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32]
+        )
+
+    first = run(given)
+    assert not sum(int(x) for x in [differ(first, run(given)) for _ in range(1000)])
+
+
+def test_any_order():
+    given = problem(13, 2, 700, 700, 4, 2, 64)
+    check(given, band(700, 700, right=0), is_causal=True, config=coda.AttentionConfig(deterministic=False))
+
+
+def test_a_long_row():
+    """A row of a million tokens, in windows: the last queries are those of a short row."""
+    length, window = 1 << 20, 300
+    q, k, v, dy, dlse = problem(14, 1, length, length, 2, 1, 64)
+    got = results((q, k, v, dy, dlse), is_causal=True, local_window_size=(window, 0))
+    tail = 2048
+    given = [x[:, -tail:] for x in (q, k, v, dy, dlse)]
+    exact = dense(*given, seen=band(tail, tail, window, 0))
+    for i in (0, 1, 2, 3, 4):
+        part = slice(window, None) if i < 3 else slice(0, None)
+        if i in (3, 4):
+            part = slice(window + 1, None)
+        assert distance(np.asarray(got[i])[:, -tail:][:, part], exact[i][:, part]) < 0.01
