@@ -17,6 +17,7 @@ from coda_jax import fp8 as fp8
 from coda_jax.attend import AttentionConfig as AttentionConfig
 from coda_jax.attend import Intervals as Intervals
 from coda_jax.attend import attention as attention
+from coda_jax.attend import cuda as _attend_cuda  # noqa: F401  the same of attention
 from coda_jax.epilogue import ByGroup as ByGroup
 from coda_jax.epilogue import NotTileLocalError as NotTileLocalError
 from coda_jax.epilogue import contraction_order as contraction_order
