@@ -541,11 +541,6 @@ struct Backward {
             s[4 * j + 2 * r + c] = not_a_number();
       }
   }
-  __device__ __forceinline__ static void load_two(uint32 from, int& first, int& second) {
-    float low, high;
-    ptx::load_pair(from, low, high);
-    first = __float_as_int(low), second = __float_as_int(high);
-  }
   /// The keys that two adjacent queries of a tile see.
   __device__ __forceinline__ void seen_by(Seen<Config::has_second> (&seen)[2], uint32 slot, int in_tile,
                                           int row) const {

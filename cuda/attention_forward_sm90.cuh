@@ -47,8 +47,10 @@ struct Forward {
   static constexpr int q_ring_at = rings_at + 2 * Ring<stages>::bytes, clean_at = q_ring_at + Ring<q_stages>::bytes;
   static constexpr int claims_at = clean_at + 8 * stages, steps_at = claims_at + Claims<1>::bytes;
   static constexpr int marks_at = steps_at + 4 * stages;
-  static constexpr int mark_bytes = keys / 8;
-  static constexpr int shared_bytes = marks_at + (has_arrays ? stages * mark_bytes : 0) + 1024;  // aligned to 1024
+  static constexpr int mark_bytes = keys / 8,
+                       ids_at = (marks_at + (has_arrays ? stages * mark_bytes : 0) + 15) / 16 * 16;
+  static constexpr int id_bytes = Config::has_ids ? 4 * keys : 0;
+  static constexpr int shared_bytes = ids_at + stages * id_bytes + 1024;  // aligned to 1024
   using Clean = Cleaner<input, keys, value_chunks, 2>;
   enum Warp { producer = 0, first_cleaner = 2 };
   static_assert(Config::shared_bytes == shared_bytes, "shared_bytes is not what the kernel takes");
@@ -68,6 +70,7 @@ struct Forward {
         claims{shared + claims_at} {}
 
   __device__ __forceinline__ uint32 clean(uint32 slot) const { return shared + clean_at + 8 * slot; }
+  __device__ __forceinline__ uint32 ids(uint32 slot) const { return shared + ids_at + id_bytes * slot; }
   __device__ __forceinline__ uint32 step(uint32 slot) const { return shared + steps_at + 4 * slot; }
   __device__ __forceinline__ Step step_at(RingPosition<stages> at) const {
     k_ring.wait_full(at);
@@ -156,19 +159,23 @@ struct Forward {
         has_more = tiles.next();
         k_ring.wait_empty(at);
         ptx::store_word(step(at.slot), Step::of(tile, is_partial, !has_more).word);
-        load<chunks, k_bytes>(k_ring, at, p.k, k_at, key_head, tile, work.batch);
+        load<chunks, k_bytes, id_bytes>(k_ring, at, p.k, k_at, key_head, tile, work.batch);
+        if constexpr (Config::has_ids)
+          ptx::bulk_load(ids(at.slot),
+                         p.mask.key_ids + static_cast<long long>(work.batch) * padded(p.keys) + tile * keys, id_bytes,
+                         k_ring.full(at.slot));
         v_ring.wait_empty(at);
-        load<value_chunks, v_bytes>(v_ring, at, p.v, v_at, key_head, tile, work.batch);
+        load<value_chunks, v_bytes, 0>(v_ring, at, p.v, v_at, key_head, tile, work.batch);
         at.advance();
       }
       end = i + 1;
     }
     claims.send(end, -1);
   }
-  template <int chunks, int bytes>
+  template <int chunks, int bytes, int bytes_beside>
   __device__ __forceinline__ void load(const Ring<stages>& ring, RingPosition<stages> at, const ptx::TensorMap& map,
                                        int offset, int key_head, int tile, int batch) const {
-    ptx::mbarrier_arrive_expect(ring.full(at.slot), bytes);
+    ptx::mbarrier_arrive_expect(ring.full(at.slot), bytes + bytes_beside);
 #pragma unroll
     for (int c = 0; c < chunks; ++c)
       ptx::tma_load(shared + offset + at.slot * bytes + c * keys * 128, map, ring.full(at.slot), 64 * c, key_head,
@@ -256,7 +263,7 @@ struct Forward {
 
   /// Scores of a tile that is seen in part.
   __device__ __forceinline__ void hide(float (&s)[registers], int tile, int my_row, const Piece& work,
-                                       const SeenBy (&seen)[2], const int (&ids)[2]) const {
+                                       const SeenBy (&seen)[2], const int (&query_ids)[2], int slot) const {
     if constexpr (!Config::has_second && !Config::has_ids && !Config::has_dense) {
       const int last_key = tile * keys + keys - 1;
       const bool has_all = seen[0].has_all(tile * keys, last_key) && seen[1].has_all(tile * keys, last_key);
@@ -264,16 +271,20 @@ struct Forward {
     }
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int i = 0; i < registers; ++i) {
-      const int key = lane_key + 8 * (i / 4) + i % 2, r = i / 2 % 2;
-      bool is_seen = seen[r](key);
-      if constexpr (Config::has_ids)
-        is_seen = is_seen && p.mask.key_ids[static_cast<long long>(work.batch) * padded(p.keys) + key] == ids[r];
-      if constexpr (Config::has_dense) {
-        const int query = min(my_row + 8 * r, p.queries - 1);
-        is_seen = is_seen && p.mask.dense[p.dense.index(work.batch, work.head, query, min(key, p.keys - 1))] != 0;
+    for (int j = 0; j < keys / 8; ++j) {
+      int key_ids[2] = {};
+      if constexpr (Config::has_ids) load_two(ids(slot) + 4 * (8 * j + 2 * (threadIdx.x % 4)), key_ids[0], key_ids[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = lane_key + 8 * j + i % 2, r = i / 2;
+        bool is_seen = seen[r](key);
+        if constexpr (Config::has_ids) is_seen = is_seen && key_ids[i % 2] == query_ids[r];
+        if constexpr (Config::has_dense) {
+          const int query = min(my_row + 8 * r, p.queries - 1);
+          is_seen = is_seen && p.mask.dense[p.dense.index(work.batch, work.head, query, min(key, p.keys - 1))] != 0;
+        }
+        if (!is_seen) s[4 * j + i] = masked_score;
       }
-      if (!is_seen) s[i] = masked_score;
     }
   }
   /// Probabilities of a tile that is seen in part, when its values are clean: those of marked rows become NaN.
@@ -342,11 +353,11 @@ struct Forward {
       release(q_ring, q_at.slot);
     } else {
       const SeenBy seen[2] = {seen_by(my_row, work.batch), seen_by(my_row + 8, work.batch)};
-      int ids[2] = {};
+      int query_ids[2] = {};
       if constexpr (Config::has_ids)
         for (int r = 0; r < 2; ++r)
-          ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * padded(p.queries) +
-                                    min(my_row + 8 * r, p.queries - 1)];
+          query_ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * padded(p.queries) +
+                                          min(my_row + 8 * r, p.queries - 1)];
       Step step = step_at(at);
       my_turn(consumer);
       wgmma::fence();
@@ -354,10 +365,11 @@ struct Forward {
       next_turn(consumer);
       wgmma::wait<0>();
       wgmma::keep_behind_wait(s);
-      release(k_ring, at.slot);
+      if constexpr (!Config::has_ids) release(k_ring, at.slot);
       if (step.is_last()) release(q_ring, q_at.slot);
       if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
-      if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, ids);
+      if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, at.slot);
+      if constexpr (Config::has_ids) release(k_ring, at.slot);
       exponentials(s, maximum, total, factor, unit);
       pack(s, w);
 #pragma unroll 1
@@ -375,10 +387,11 @@ struct Forward {
         next_turn(consumer);
         wgmma::wait<1>();
         wgmma::keep_behind_wait(s);
-        release(k_ring, next.slot);
+        if constexpr (!Config::has_ids) release(k_ring, next.slot);
         if (step.is_last()) release(q_ring, q_at.slot);
         if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
-        if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, ids);
+        if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, next.slot);
+        if constexpr (Config::has_ids) release(k_ring, next.slot);
         exponentials(s, maximum, total, factor, unit);
         wgmma::wait<0>();
         wgmma::keep_behind_wait(o);

@@ -145,6 +145,13 @@ __device__ __forceinline__ int tiles_before(const uint32* needed, const int* pos
   return sum_of_warp(count);
 }
 
+/// Two adjacent words in shared memory.
+__device__ __forceinline__ void load_two(uint32 address, int& first, int& second) {
+  float low, high;
+  ptx::load_pair(address, low, high);
+  first = __float_as_int(low), second = __float_as_int(high);
+}
+
 /// The keys that a query sees, but for ids and the dense mask.
 template <bool has_second>
 struct Seen {

@@ -57,12 +57,14 @@ class ForwardTiles:
         """Queries of a tile."""
         return 64 * self.consumers
 
-    def shared_bytes(self, has_arrays: bool) -> int:
+    def shared_bytes(self, has_arrays: bool, has_ids: bool) -> int:
         """What `Forward` of attention_forward_sm90.cuh takes, which checks it."""
         chunks, value_chunks = -(-self.head // 64), _value_chunks(self.value_head)
         tiles = self.q_stages * self.rows * chunks + self.stages * self.keys * (chunks + value_chunks)
         barriers = 2 * 16 * self.stages + 16 * self.q_stages + 8 * self.stages + 12 * 16 + 4 * self.stages
-        return 128 * tiles + barriers + has_arrays * self.stages * self.keys // 8 + 1024
+        marks = has_arrays * self.stages * self.keys // 8
+        words = -(-(128 * tiles + barriers + marks) // 16) * 16
+        return words + has_ids * self.stages * 4 * self.keys + 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,20 +146,18 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
     operands = _Operands([q, k, v])
     pointers = mask.pointers(operands, found)
     count = len(operands.arrays)
+    shared_bytes = tiles.shared_bytes(mask.has_arrays, spec.mask.has_ids)
     source = _source(
         "forward",
         "coda::attention::ForwardParams",
         128 * (1 + tiles.consumers),
-        mask.members
-        | _dtype_member(q)
-        | dataclasses.asdict(tiles)
-        | {"shared_bytes": tiles.shared_bytes(mask.has_arrays)},
+        mask.members | _dtype_member(q) | dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes},
     )
     call = ffi.LaunchCall(
         name="attention",
         source=source,
         threads=128 * (1 + tiles.consumers),
-        smem_bytes=tiles.shared_bytes(mask.has_arrays),
+        smem_bytes=shared_bytes,
         grid=[0, 1, tiles.rows, 0, 2, 1, 0, 0, 1],
         maps=[0, 64, tiles.rows, 1, 64, tiles.keys, 2, 64, tiles.keys],
         pointers=[count, count + 1, count + 2, *pointers],
