@@ -92,7 +92,10 @@ def test_groups_of_heads(kv_heads):
     check(arrays(kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize("offset", [None, 0, 5, -6, 40, np.array([3, -40], np.int32)], ids=str)
+OFFSETS = [None, 5, -6, 10**12, np.array([3, -40], np.int32), np.array([2**31 - 1, -(2**31)], np.int32)]
+
+
+@pytest.mark.parametrize("offset", OFFSETS, ids=str)
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": (4, 2)}], ids=str)
 def test_offsets(options, offset):
     """Queries are at their row and the offset; some see nothing."""

@@ -110,6 +110,14 @@ def test_a_batch_of_gradients():
     assert_equal(got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
+def test_a_batch_of_intervals():
+    first, last = np.random.default_rng(7).integers(0, T, (2, 3, T)).astype(np.int32)
+    masks = coda.Intervals(jnp.array(first), jnp.array(last))
+    got = jax.jit(jax.vmap(lambda mask: coda.attention(Q, KEY, V, mask=mask)))(masks)
+    seen = (first[:, :, None] <= np.arange(T)) & (np.arange(T) <= last[:, :, None])
+    assert_equal(got, jnp.stack([coda.attention(Q, KEY, V, mask=mask) for mask in seen]))
+
+
 def test_a_batch_of_batches():
     q = normal(10, 3, 2, *Q.shape)
     got = jax.jit(jax.vmap(jax.vmap(lambda q: coda.attention(q, KEY, V, BIAS, mask=np.tri(T, dtype=bool)))))(q)
@@ -343,6 +351,24 @@ def test_shard_map(check_vma):
 
     got = jax.jit(jax.value_and_grad(lambda *x: total(*x, IDS, DY), (0, 1, 2, 3)))(Q, KEY, V, BIAS)
     assert_equal(got, gradients())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_shard_map_over_one_axis(kind):
+    """The other axis shards heads, and is left to JAX or to XLA."""
+    spec, over_data = P("data", None, "tensor"), P("data")
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        q, k, v, dy = (jax.device_put(x, NamedSharding(mesh, spec)) for x in (Q, KEY, V, DY))
+
+        @functools.partial(
+            jax.shard_map, in_specs=(*[over_data] * 3, P(), *[over_data] * 2), out_specs=P(), axis_names={"data"}
+        )
+        def total(q, k, v, bias, ids, dy):
+            return jax.lax.psum(loss(q, k, v, bias, ids, dy=dy), "data")
+
+        got = jax.jit(jax.value_and_grad(lambda *x: total(*x, IDS, dy), (0, 1, 2, 3)))(q, k, v, BIAS)
+        assert_equal(jax.device_get(got), gradients())
 
 
 def test_automatic_meshes():

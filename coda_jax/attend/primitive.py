@@ -118,10 +118,11 @@ def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]
 def _by_xla(form: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax.Array], spec: AttentionSpec) -> Any:
     """form(*arrays), whose results have these types; XLA's partitioner divides it over explicit mesh axes too."""
     function = functools.partial(form, spec=spec)
-    if not explicit_axes(jax.sharding.get_abstract_mesh()):
+    axes = explicit_axes(jax.sharding.get_abstract_mesh())
+    if not axes:
         return function(*arrays)
     placements = [x.sharding.spec for x in types]
-    return jax.sharding.auto_axes(lambda *given: list(function(*given)), out_sharding=placements)(*arrays)
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=placements)(*arrays)
 
 
 def xla_form(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
