@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from coda_jax.epilogue.call_site import CallSite
 
+_NOWHERE = CallSite("", 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
@@ -95,7 +97,7 @@ class AttentionSpec:
     scale: float
     implementation: str | None = None
     config: AttentionConfig | None = None
-    site: CallSite = CallSite("", 0)
+    site: CallSite = _NOWHERE
 
     def __str__(self) -> str:  # in a printed jaxpr
         names = [field.name for field in dataclasses.fields(self) if field.name != "site"]
