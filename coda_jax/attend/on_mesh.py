@@ -28,7 +28,7 @@ from coda_jax.attend.primitive import FORMS, is_backward
 from coda_jax.attend.spec import AttentionSpec
 from coda_jax.lowering.on_devices import digest_of, lower_partition, mesh_of
 from coda_jax.lowering.row_function import summed
-from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, partitioned_call
+from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, mesh_of_program, partitioned_call
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.mesh_types import MeshAxes, cutting_evenly, explicit_cuts, partition_spec
 
@@ -247,7 +247,7 @@ def lower_automatic(
         return _partition([x.shape for x in arguments], *cuts, sizes, arguments, spec, primitive, form_of)
 
     avals: Sequence[Any] = ctx.avals_in
-    rule = sharding_rule([x.shape for x in avals], spec, primitive)
+    rule = sharding_rule([x.shape for x in avals], spec, primitive, mesh_of_program(ctx).size)
     call = partitioned_call(ctx, unsharded, partition, rule)
 
     def whole(*arrays: jax.Array) -> list[jax.Array]:
@@ -260,14 +260,21 @@ def lower_automatic(
 
 
 def sharding_rule(
-    shapes: Sequence[Sequence[int]], spec: AttentionSpec, primitive: jex_core.Primitive
+    shapes: Sequence[Sequence[int]], spec: AttentionSpec, primitive: jex_core.Primitive, num_devices: int
 ) -> SdyShardingRule:
-    """The rule that tells Shardy's propagation which axes of the arguments and the results go together."""
+    """The rule that tells Shardy's propagation which axes of the arguments and the results go together.
+
+    Heads of keys go with those of queries, but not where Shardy could not shard both by the same mesh axes: it would
+    gather the queries then.
+    """
     heads, key_heads = shapes[0][2], shapes[1][2]
     sizes: dict[str, Any] = {}
     of_heads: Any = "heads"
-    if heads != key_heads:
+    of_key_heads = "heads"
+    if heads != key_heads and key_heads > 1 and _shards_agree(heads, key_heads, num_devices):
         of_heads, sizes = CompoundFactor("heads", "groups"), {"groups": heads // key_heads}
+    elif heads != key_heads:
+        of_key_heads = "key_heads"
     replicated: list[str] = []  # the factors that are never sharded, in the order in which Shardy meets them
 
     def whole() -> str:
@@ -295,7 +302,7 @@ def sharding_rule(
         return of_all_pairs(shape)
 
     def keys(rows: str | None = None) -> ArrayMapping:
-        return ArrayMapping("batch", rows or whole(), "heads", whole())
+        return ArrayMapping("batch", rows or whole(), of_key_heads, whole())
 
     arguments = [queries(), keys(), keys(), *map(masks, spec.mask.fields, shapes[3:])]
     if is_backward(primitive):
@@ -304,3 +311,9 @@ def sharding_rule(
     else:
         results = [queries(), of_rows()]
     return SdyShardingRule(tuple(arguments), tuple(results), need_replication_factors=tuple(replicated), **sizes)
+
+
+def _shards_agree(heads: int, key_heads: int, num_devices: int) -> bool:
+    """True if any number of shards of the heads of queries divides those of keys, or is a multiple of them."""
+    shards = (n for n in range(2, num_devices + 1) if num_devices % n == 0 and heads % n == 0)
+    return all(key_heads % n == 0 or n % key_heads == 0 for n in shards)

@@ -82,7 +82,7 @@ def partitioned_call(
       unsharded: the function on one device.
       rule: which axes of its arguments and results go together, for the partitioner's propagation.
     """
-    mesh, manual = _mesh_of(ctx)
+    mesh, manual = mesh_of_program(ctx), _manual_axes(ctx)
     # The partitioner numbers the devices of a group as the first result is sharded over them, and does not say how. So
     # the first result is a replicated scalar: then the devices are numbered in the order of the mesh.
     call = custom_partitioning(lambda *arguments: [jnp.float32(0), *unsharded(*arguments)])
@@ -143,15 +143,19 @@ class _Callback:
         )
 
 
-def _mesh_of(ctx: mlir.LoweringRuleContext) -> tuple[Mesh, frozenset[str]]:
-    """The mesh of the program's devices, and which of its axes are manual."""
+def mesh_of_program(ctx: mlir.LoweringRuleContext) -> Mesh:
+    """The mesh of the devices of the program that is lowered."""
     context: Any = ctx.module_context.axis_context
     if (mesh := getattr(context, "mesh", None)) is not None:
-        return mesh, frozenset(context.manual_axes)
+        return mesh
     devices = np.array(context.device_assignment)
     if (abstract := context.abstract_mesh) is not None:
-        return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names), frozenset()
-    return Mesh(devices, ("devices",)), frozenset()  # arrays whose shardings name no mesh
+        return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names)
+    return Mesh(devices, ("devices",))  # arrays whose shardings name no mesh
+
+
+def _manual_axes(ctx: mlir.LoweringRuleContext) -> frozenset[str]:
+    return frozenset(getattr(ctx.module_context.axis_context, "manual_axes", ()))
 
 
 def _read(mesh: Mesh, manual: frozenset[str], arrays: Sequence[Any]) -> tuple[Mesh, list[tuple[MeshAxes, ...]]]:
