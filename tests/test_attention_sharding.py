@@ -262,3 +262,23 @@ def test_kernels_of_several_devices_leave_room_for_collectives(kind, monkeypatch
         jax.jit(functools.partial(coda.attention, is_causal=True)).trace(*types).lower(lowering_platforms=("cuda",))
     # Over automatic axes the partitioner asks for the kernels when it compiles.
     assert launches == ([True] if kind is EXPLICIT else [])
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_kernels_inside_shard_map(monkeypatch, is_checked):
+    """Their results vary over the mesh axes over which the arrays do."""
+    launches = stand_in(monkeypatch)
+    spec = P("data", None, "model")
+    of_ids = P("data")
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        on_each = jax.shard_map(
+            passes(causal), in_specs=(*(spec,) * 4, of_ids), out_specs=(spec,) * 5, check_vma=is_checked
+        )
+        specs = (*(spec,) * 4, of_ids)
+        types = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, of_array))
+            for x, of_array in zip(arrays(dtype=jnp.bfloat16), specs, strict=True)
+        ]
+        jax.jit(on_each).trace(*types).lower(lowering_platforms=("cuda",))
+    assert launches == [True, True]

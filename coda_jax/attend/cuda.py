@@ -82,7 +82,7 @@ def _nanoseconds(types: Sequence[Any], seen: int | None, primitive: jex_core.Pri
 
 def _timed(*arrays: jax.Array, function: Callable[..., list[jax.Array]], nanoseconds: int | None) -> list[jax.Array]:
     """function(*arrays), of which XLA's scheduler is told how long it takes: what runs beside it starts in time."""
-    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    closed = jax.make_jaxpr(function)(*arrays)
     launches = [len(one.outvars) for one, _ in equations(closed.jaxpr) if one.primitive.name == _LAUNCH]
     # What takes one of several results of a call gets what is said of the call, and XLA counts it again.
     operations = sum(1 + (results if results > 1 else 0) for results in launches)
@@ -92,10 +92,10 @@ def _timed(*arrays: jax.Array, function: Callable[..., list[jax.Array]], nanosec
             return bound(equation, inputs)
         told = {"latency_metadata": nanoseconds // operations} if nanoseconds else {}
         with set_xla_metadata(**told):
-            # The custom call's results are typed as varying over no mesh axis.
-            return vary(varying_axes(*inputs), *bound(equation, inputs))
+            return bound(equation, inputs)
 
-    return evaluate(closed.jaxpr, closed.consts, arrays, apply)
+    # A custom call's results are typed as varying over no mesh axis.
+    return vary(varying_axes(*arrays), *evaluate(closed.jaxpr, closed.consts, arrays, apply))
 
 
 def _lower(
