@@ -2,23 +2,12 @@
 
 import contextlib
 import functools
-import importlib.util
-import sys
-import types
 
 import jax
 import numpy as np
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 
-import coda_jax.attend
 from coda_jax import ffi
-
-if importlib.util.find_spec("coda_jax.attend.kernel") is None:  # in a checkout without the kernels
-    absent = types.ModuleType("coda_jax.attend.kernel")
-    absent.unsupported_reason = lambda avals, spec: "there is no kernel"
-    absent.forward = absent.backward = None
-    sys.modules[absent.__name__] = coda_jax.attend.kernel = absent
-
 from coda_jax.attend import cuda, kernel
 from coda_jax.attend.primitive import FORMS, is_backward
 
