@@ -1,5 +1,6 @@
 """For libraries of layers: what `flax_layers` uses beside the operators."""
 
+from coda_jax.attend.choose import prefers_cudnn as prefers_cudnn
 from coda_jax.attend.primitive import CONTEXT_NAME as CONTEXT_NAME
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.graph.lines import joined as joined
@@ -58,6 +59,7 @@ __all__ = [
     "noted",
     "placed",
     "placed_alike",
+    "prefers_cudnn",
     "product",
     "register_pytree",
     "scaled_weight",

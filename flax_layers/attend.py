@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from coda_jax.extend import explicit_axes, explicit_cuts, placed, without_axes
+import coda_jax as coda
+from coda_jax.extend import explicit_axes, explicit_cuts, placed, prefers_cudnn, without_axes
 from flax_layers import capped_products
 from flax_layers.config_checks import check_implementation
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.packing import segment_runs
+from flax_layers.packing import Segments
 from flax_layers.remat import CONTEXT, named
 from flax_layers.sharding import activation_spec, mesh_axes
 from flax_layers.soft_capped import soft_capped_attention
@@ -34,7 +35,7 @@ def attend(
     *,
     is_causal: bool = True,
     sliding_window: int | None = None,
-    segment_ids: jax.Array | None = None,
+    segment_ids: jax.Array | Segments | None = None,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
@@ -42,19 +43,20 @@ def attend(
     cache: KVCache | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """softmax(scale q k^T + bias) v over the keys that every query may see; by `jax.nn.dot_product_attention`.
+    """softmax(scale q k^T + bias) v over the keys that every query may see; by `coda.attention`.
 
     Query i sees key j where all of these hold: j <= i (is_causal); i - sliding_window < j; both are of one segment, a
-    run of equal segment_ids; mask.
+    run of equal segment_ids; mask. To `coda.attention` a window is a band and segments are intervals of keys, O(T)
+    numbers; beside a mask, which is an array of all pairs as it is given, they are ids.
 
-    With soft_cap, as in Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). `jax.nn.dot_product_attention` has
-    no such cap. In bfloat16, without a mask or bias and with implementation=None, products with epilogues compute it
-    (`flax_layers.capped_products`), else XLA (`flax_layers.soft_capped`), or a given function with soft_cap=.
+    On a GPU cuDNN computes what it was measured to be faster at (`prefers_cudnn` in `coda_jax.attend.choose`), by
+    `jax.nn.dot_product_attention`, as with implementation="cudnn". To it a window is an argument too, and segments are
+    a dense mask, (B, 1, T, T). A window beside a dense mask goes into that mask, since cuDNN before 9.10.2 does not
+    accept both.
 
-    A window is an argument of cuDNN's kernel. Segments are a dense mask to it, (B, 1, T, T): its packed layout, offsets
-    of the sequences in a row, is not among the arguments of jax.nn.dot_product_attention (jax 0.10 to 0.12), whose
-    sequence lengths say where padding begins. A window beside a dense mask goes into that mask, since cuDNN before
-    9.10.2 does not accept both.
+    With soft_cap, as in Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). In bfloat16, without a mask or bias
+    and with implementation=None, products with epilogues compute it (`flax_layers.capped_products`), else XLA
+    (`flax_layers.soft_capped`), or a given function with soft_cap=.
 
     A function as `implementation` is called with all arrays in four axes, q (B, T, H, Dh), k and v (B, T, Hkv, Dh), and
         mask: the boolean mask, broadcastable to (B, H, T, T), or None.
@@ -67,21 +69,22 @@ def attend(
 
     Args:
       q: (B, T, H, Dh) or (T, H, Dh).
-      k, v: (B, T, Hkv, Dh) or (T, Hkv, Dh); where attention is not causal, S tokens of another text are allowed.
+      k, v: (B, T, Hkv, Dh) or (T, Hkv, Dh); where there are no segments, S tokens of another text are allowed.
       is_causal, sliding_window, segment_ids, mask, bias: as in Attention.
       scale: of scores; default 1 / sqrt(Dh).
       soft_cap: of scores; default none.
-      cache: earlier keys and values, to which k and v are appended. Over a cache that is not empty, attention is XLA's
-        with a mask: its queries are few and it is bound by reading the cache.
+      cache: earlier keys and values, to which k and v are appended. Over a cache that is not empty a token alone, and
+        all tokens with an implementation or a soft_cap, attend by XLA with a mask: that is bound by reading the cache.
       implementation: as in Attention.
 
     Returns:
-      (B, T, H, Dh) or (T, H, Dh), and the longer cache.
+      (B, T, H, Dh) or (T, H, Dh), and the longer cache. A query that sees no key has 0 by `coda.attention`, and the
+      mean of all values by `jax.nn.dot_product_attention`.
 
     Raises:
-      ValueError: segment_ids, mask or bias of another shape, segment_ids that are not integers, a function that returns
-        another shape or dtype than q's, a window without is_causal, or a cache beside a mask, a bias, segments
-        or attention that is not causal; implementation="cudnn" beside a soft_cap.
+      ValueError: segment_ids, mask or bias of another shape, segment_ids that are not integers or beside keys of
+        another text, a function that returns another shape or dtype than q's, a window without is_causal, or a cache
+        beside a mask, a bias, segments or attention that is not causal; implementation="cudnn" beside a soft_cap.
       TypeError: a mask that is not boolean, or a bias that is not of floats.
     """
     if sliding_window is not None and not is_causal:
@@ -94,10 +97,9 @@ def attend(
             raise ValueError("a cache is for causal attention, without mask, bias and segment_ids")
         empty, cache = cache.length is None, cache.append(k, v)
         if not empty:
-            return _over_cache(q, cache, sliding_window, options), cache
-    if segment_ids is not None:
-        segment_ids = segment_runs(segment_ids)
-    extras = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+            return _over_cache(q, cache, sliding_window, options, implementation), cache
+    segments = None if segment_ids is None else Segments.of(segment_ids)
+    extras = {"mask": mask, "bias": bias, "segment_ids": None if segments is None else segments.ids}
     if callable(implementation):
         function_options = {name: x for name, x in options.items() if x is not None}
         by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, function_options)
@@ -105,8 +107,50 @@ def attend(
     if soft_cap is not None and implementation is None and mask is None and bias is None:
         by_products = functools.partial(_by_products, is_causal, sliding_window, scale, soft_cap)
         if capped_products.is_supported(q, k, soft_cap):
-            return _on_explicit_shards(by_products, q, k, v, {"segment_ids": segment_ids}), cache
+            return _on_explicit_shards(by_products, q, k, v, {"segment_ids": extras["segment_ids"]}), cache
+    if implementation is None:
+        implementation = _implementation(q, k, soft_cap, is_causal, sliding_window, extras)
+    if implementation is None:
+        return _by_coda(q, k, v, segments, mask, bias, is_causal, sliding_window, scale), cache
     return _by_jax(q, k, v, extras, options, is_causal, sliding_window, implementation, score_shape), cache
+
+
+def _by_coda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    scale: float | None,
+    query_offset: jax.Array | None = None,
+) -> jax.Array:
+    """Attention by `coda.attention`, which names its result for policies."""
+    seen: Any = mask
+    options: dict[str, Any] = {}
+    if segments is not None and mask is None:
+        seen = coda.Intervals(segments.first, segments.last)
+    elif segments is not None:
+        options["segment_ids"] = segments.ids
+    y: jax.Array = coda.attention(
+        q,
+        k,
+        v,
+        bias,
+        seen,
+        is_causal=is_causal,
+        local_window_size=_window(sliding_window),
+        query_offset=query_offset,
+        scale=scale,
+        **options,
+    )
+    return y
+
+
+def _window(sliding_window: int | None) -> tuple[int, int] | None:
+    return None if sliding_window is None else (sliding_window - 1, 0)
 
 
 def _by_jax(
@@ -117,7 +161,7 @@ def _by_jax(
     options: dict[str, Any],
     is_causal: bool,
     sliding_window: int | None,
-    implementation: Literal["xla", "cudnn"] | None,
+    implementation: Literal["xla", "cudnn"],
     score_shape: tuple[Any, ...],
 ) -> jax.Array:
     """Attention by cuDNN or XLA; `extras` has the mask, the bias and the segments, `options` the scale and the cap."""
@@ -125,8 +169,7 @@ def _by_jax(
     if extras["segment_ids"] is not None:
         mask = _with_segments(mask, extras["segment_ids"])
     is_capped = options["soft_cap"] is not None
-    implementation = "xla" if is_capped else implementation or _implementation(q)
-    window = None if sliding_window is None else (sliding_window - 1, 0)
+    window = _window(sliding_window)
     if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla" and not is_capped):
         window, mask = None, _with_window(mask, q.shape[-3], sliding_window)
     # cuDNN does not broadcast the last two axes.
@@ -141,16 +184,18 @@ def _by_jax(
 
 
 def checked_shapes(
-    q: jax.Array, k: jax.Array, segment_ids: jax.Array | None, extras: dict[str, jax.Array | None]
+    q: jax.Array, k: jax.Array, segment_ids: jax.Array | Segments | None, extras: dict[str, jax.Array | None]
 ) -> tuple[Any, ...]:
     """([B,] H, T, S), to which a mask and a bias broadcast.
 
     Raises:
-      ValueError: one does not, or segment_ids of another shape.
+      ValueError: one does not; segment_ids of another shape, or beside another number of keys.
       TypeError: a mask that is not boolean, or a bias that is not floats.
     """
     if segment_ids is not None and segment_ids.shape != q.shape[:-2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; for queries {q.shape} it must be {q.shape[:-2]}")
+    if segment_ids is not None and k.shape[-3] != q.shape[-3]:
+        raise ValueError(f"segment_ids are of {q.shape[-3]} tokens, and there are {k.shape[-3]} keys of another text")
     score_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     for name, x in extras.items():
         if x is None:
@@ -166,11 +211,22 @@ def checked_shapes(
     return score_shape
 
 
-def _over_cache(q: jax.Array, cache: KVCache, sliding_window: int | None, options: dict[str, Any]) -> jax.Array:
-    """Attention of the last tokens to all that a cache holds, by XLA."""
+def _over_cache(
+    q: jax.Array,
+    cache: KVCache,
+    sliding_window: int | None,
+    options: dict[str, Any],
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Attention of the last tokens to all that a cache holds: of several by `coda.attention`, of one by XLA."""
     assert cache.length is not None
+    count: Any = q.shape[1]
+    if implementation is None and options["soft_cap"] is None and isinstance(count, int) and count > 1:
+        offset = cache.length - count
+        arrays = q, cache.k, cache.v, None, None, None
+        return _by_coda(*arrays, True, sliding_window, options["scale"], query_offset=offset)
     slots = jnp.arange(cache.capacity)
-    queries = (cache.length[:, None] - q.shape[1] + jnp.arange(q.shape[1]))[:, :, None]
+    queries = (cache.length[:, None] - count + jnp.arange(count))[:, :, None]
     seen = slots <= queries
     if sliding_window is not None:
         seen &= slots > queries - sliding_window
@@ -281,8 +337,7 @@ def _by_function(
         mask = _with_segments(mask, segment_ids)
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    window = None if sliding_window is None else (sliding_window - 1, 0)
-    y = function(q, k, v, mask=mask, is_causal=is_causal, local_window_size=window, **options)
+    y = function(q, k, v, mask=mask, is_causal=is_causal, local_window_size=_window(sliding_window), **options)
     if y.shape != q.shape or y.dtype != q.dtype:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
@@ -383,17 +438,35 @@ def _with_one_more(
     return lax.slice_in_dim(y, 0, length, axis=-3)
 
 
-def _implementation(q: jax.Array) -> Literal["xla", "cudnn"]:
+def _implementation(
+    q: jax.Array,
+    k: jax.Array,
+    soft_cap: float | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    extras: dict[str, jax.Array | None],
+) -> Literal["xla", "cudnn"] | None:
+    """The default: cuDNN where it is faster, XLA of JAX for a soft cap and for a token alone, else `coda.attention`."""
+    length: Any = q.shape[-3]
+    if soft_cap is not None or (isinstance(length, int) and length == 1):
+        return "xla"
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.
-    length: Any = q.shape[-3]
     if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return "xla"
-    if q.shape[-1] % 8 or q.shape[-1] > _widest_head():
-        return "xla"
-    if not isinstance(length, int):  # symbolic, in an export
-        return "xla"
-    return "xla" if length == 1 else "cudnn"  # cuDNN before 9.10 refuses a single causal query
+        return None
+    if q.shape[-1] % 8 or q.shape[-1] > _widest_head() or not isinstance(length, int):  # a symbolic one, in an export
+        return None
+    is_faster = prefers_cudnn(
+        q.shape[-1],
+        length,
+        k.shape[-3],
+        is_causal=is_causal,
+        has_window=sliding_window is not None,
+        has_segments=extras["segment_ids"] is not None,
+        has_mask=extras["mask"] is not None,
+        has_bias=extras["bias"] is not None,
+    )
+    return "cudnn" if is_faster else None
 
 
 def _widest_head() -> int:

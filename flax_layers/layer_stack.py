@@ -20,6 +20,7 @@ from jax import lax
 from coda_jax import Stream
 from flax_layers.axis_metadata import name_layer, name_stack
 from flax_layers.config_checks import UNLIKE, check_alike
+from flax_layers.packing import shared_segments
 from flax_layers.remat import Remat, policy_of
 from flax_layers.sharding import width_is_cut
 
@@ -93,12 +94,15 @@ def run_layers(
       remat: as in `flax_layers.remat.policy_of`, applied to each layer.
       remat_layers: to how many of them, the first; default all. Only of a list.
       statistics: whether each is called with statistics=True and so returns (stream, a pytree or None).
-      options: for every layer.
+      options: for every layer; of `segment_ids` the layers' own blocks share the `Segments`, which are made once.
 
     Returns:
       The stream; with `statistics` a pair of it and of the layers' pytrees but None, stacked along a new first axis.
     """
     policy = policy_of(remat)
+    if "segment_ids" in options:
+        each = layers if isinstance(layers, nnx.List) else [layers]
+        options["segment_ids"] = shared_segments(options["segment_ids"], each)
     if isinstance(layers, nnx.List):
         stream, collected = _one_by_one(
             layers, stream, policy, len(layers) if remat_layers is None else remat_layers, statistics, options

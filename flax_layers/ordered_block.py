@@ -42,6 +42,12 @@ class OrderedBlock(nnx.Module):
         """
         raise NotImplementedError
 
+    @property
+    def takes_segments(self) -> bool:
+        """Whether segment_ids may be `Segments`: attention and block are called as this library has written them."""
+        module = getattr(type(self).__call__, "__module__", None) or ""
+        return module.partition(".")[0] == "flax_layers" and accepts_values(self.attention)
+
     def __call__(
         self,
         x: jax.Array | Stream,

@@ -6,11 +6,15 @@ padding, a segment of its own, may have 0 wherever it is.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from coda_jax.extend import int32_labels
+from coda_jax.extend import int32_labels, register_pytree
 
 _IGNORED = -100  # int32_labels returns no number below -1
 
@@ -22,6 +26,55 @@ def segment_runs(segment_ids: jax.Array) -> jax.Array:
       ValueError: ids that are not integers.
     """
     return jnp.cumsum(_begins(segment_ids), axis=-1, dtype=jnp.int32)
+
+
+@register_pytree()
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The segments of rows of T tokens, a pytree: layers take it as segment_ids, so that a model makes it once for all.
+
+    Attributes:
+      ids: (..., T) int32, rising by 1 from each segment to the next, from 0 on.
+      first, last: (..., T) int32, the first and the last token of each token's segment.
+    """
+
+    ids: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+    @classmethod
+    def of(cls, segment_ids: jax.Array | Segments) -> Segments:
+        """The segments of integers (..., T).
+
+        Raises:
+          ValueError: ids that are not integers.
+        """
+        if isinstance(segment_ids, Segments):
+            return segment_ids
+        begins = _begins(segment_ids)
+        index = jnp.arange(segment_ids.shape[-1], dtype=jnp.int32)
+        ends = jnp.concatenate([begins[..., 1:], jnp.ones_like(begins[..., :1])], axis=-1)
+        return cls(
+            jnp.cumsum(begins, axis=-1, dtype=jnp.int32),
+            lax.cummax(jnp.where(begins, index, 0), axis=begins.ndim - 1),
+            lax.cummin(jnp.where(ends, index, index[-1:]), axis=begins.ndim - 1, reverse=True),
+        )
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """(..., T)."""
+        return self.ids.shape
+
+
+def shared_segments(segment_ids: Any, layers: Iterable[Any]) -> Any:
+    """segment_ids for all of these layers: as `Segments` where each says by its `takes_segments` that it takes them.
+
+    Raises:
+      ValueError: ids that are not integers.
+    """
+    if segment_ids is None or not all(getattr(layer, "takes_segments", False) for layer in layers):
+        return segment_ids
+    return Segments.of(segment_ids)
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from coda_jax.extend import varying_axes
 from flax_layers.attend import checked_shapes
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.on_values import Angles
-from flax_layers.packing import text_lengths
+from flax_layers.packing import Segments, text_lengths
 from flax_layers.rope_scaling import RotaryScaling, rotary_angles
 
 
@@ -63,6 +63,7 @@ def angles_of(
     if cache is not None:
         length = _length_of(scaling, cache)
         return _angles(lambda positions, length: angles(positions, length=length[:, None]), positions, length)
+    segment_ids = segment_ids.ids if isinstance(segment_ids, Segments) else segment_ids
     _check_texts(layer, shape, given, segment_ids, mask, bias)
     arrays = {"segment_ids": segment_ids, "mask": mask if _is_of_keys(mask) else None}
     arrays = {name: x for name, x in arrays.items() if x is not None}

@@ -1,4 +1,6 @@
-"""Sliding windows and segments against a softmax over the keys seen, and what reaches cuDNN's kernel."""
+"""Sliding windows and segments against a softmax over the keys seen, and what coda.attention and cuDNN are given."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,14 @@ import textbook
 from flax import nnx
 from layer_checks import check_module
 
+import coda_jax as coda
 import flax_layers as layers
+from coda_jax.attend import choose
+from coda_jax.attend.spec import MaskSpec
+from coda_jax.extend import prefers_cudnn
+from coda_jax.jaxprs.walk import equations
 from flax_layers import attend
+from flax_layers.packing import Segments
 
 SEGMENTS = jnp.array([[3, 3, 3, 3, 1, 1, 1, 1, 1, 0, 0], [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7]])
 INDEX = np.arange(SEGMENTS.shape[1])
@@ -171,13 +179,119 @@ def test_the_key_that_makes_an_odd_number_even_is_not_seen(length, monkeypatch):
 
 
 def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
-    def chosen(length, dtype=jnp.bfloat16):
-        return attend._implementation(jax.ShapeDtypeStruct((2, length, 4, 64), dtype))
+    """cuDNN where it is measured to be faster and can compute it; else coda.attention, but for caps and one token."""
 
-    assert chosen(12) == "xla"
+    def chosen(length, dtype=jnp.bfloat16, width=64, keys=12, soft_cap=None, window=None, **extras):
+        q, k = (jax.ShapeDtypeStruct((2, count, 4, width), dtype) for count in (length, keys))
+        extras = {"mask": None, "bias": None, "segment_ids": None, **extras}
+        return attend._implementation(q, k, soft_cap, True, window, extras)
+
+    assert [chosen(12), chosen(12, jnp.float32), chosen(1), chosen(12, soft_cap=2.0)] == [None, None, "xla", "xla"]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    asked = []
+    monkeypatch.setattr(attend, "prefers_cudnn", lambda *sizes, **masks: asked.append((sizes, masks)) or True)
     assert [chosen(12), chosen(11)] == ["cudnn", "cudnn"]
-    assert [chosen(1), chosen(12, jnp.float32)] == ["xla"] * 2
+    assert [chosen(1), chosen(12, soft_cap=2.0)] == ["xla", "xla"]
+    assert [chosen(12, jnp.float32), chosen(12, width=12), chosen(12, width=136)] == [None] * 3
+    assert len(asked) == 2
+    chosen(12, keys=10, window=3, mask=True)
+    masks = {"is_causal": True, "has_window": True, "has_segments": False, "has_mask": True, "has_bias": False}
+    assert asked[2] == ((64, 12, 10), masks)
+    monkeypatch.setattr(attend, "prefers_cudnn", lambda *_, **__: False)
+    assert chosen(12) is None
+
+
+def test_where_cudnn_is_preferred(monkeypatch):
+    """On other GPUs than Hopper everywhere: the kernels here do not run there."""
+    assert [prefers_cudnn(64, 512, 512), prefers_cudnn(256, 512, 512, has_segments=True)] == [False, False]
+    assert prefers_cudnn(256, 512, 512, is_causal=True)
+    monkeypatch.setattr(choose, "machine_reason", lambda: "the GPU has compute capability 8.0")
+    assert prefers_cudnn(64, 512, 512, has_segments=True)
+
+
+def calls_of(function, *arrays):
+    """The masks of coda.attention's calls in a function, and the function's text."""
+    jaxpr = jax.make_jaxpr(function)(*arrays)
+    calls = [one for one, _ in equations(jaxpr.jaxpr) if one.primitive.name == "coda_attention"]
+    return [one.params["spec"].mask for one in calls], str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, {"right": 0}),
+        ({"is_causal": False}, {}),
+        ({"sliding_window": 3}, {"left": 2, "right": 0}),
+        ({"segment_ids": SEGMENTS}, {"intervals": 1}),
+        ({"segment_ids": Segments.of(SEGMENTS)}, {"intervals": 1}),
+        ({"segment_ids": SEGMENTS, "sliding_window": 3}, {"intervals": 1}),
+        ({"segment_ids": SEGMENTS, "is_causal": False}, {"intervals": 1}),
+        ({"mask": CAUSAL, "sliding_window": 3}, {"left": 2, "right": 0, "has_mask": True}),
+        ({"mask": CAUSAL, "segment_ids": SEGMENTS}, {"right": 0, "has_ids": True, "has_mask": True}),
+        ({"bias": jnp.zeros((4, 1, 11)), "segment_ids": SEGMENTS}, {"intervals": 1, "has_bias": True}),
+    ],
+)
+def test_what_coda_attention_is_given(options, expected):
+    """Few numbers for each query, and an array of all pairs only where the caller has one."""
+    q, k = normal(0, 2, 11, 4, 8), normal(1, 2, 11, 2, 8)
+    masks, text = calls_of(lambda q, k: attend.attend(q, k, k, **options)[0], q, k)
+    assert masks == [MaskSpec(**expected)]
+    assert "mask" in options or "11,11]" not in text
+
+
+@pytest.mark.smoke
+def test_a_window_beside_segments_without_a_mask():
+    """Of rows of several blocks, where the window reaches before a segment and not; also of a row alone."""
+    check_module(
+        attention(sliding_window=3),
+        lambda m, x: m(x, segment_ids=SEGMENTS),
+        lambda p, x: textbook.attention(p, x, 4, 2, 10000.0, seen=WINDOW & SAME),
+        normal(0, *SEGMENTS.shape, 32),
+    )
+    module, x = attention(sliding_window=3), normal(1, *SEGMENTS.shape, 32)
+    together = module(x, segment_ids=SEGMENTS)
+    for row in range(2):
+        np.testing.assert_allclose(module(x[row], segment_ids=SEGMENTS[row]), together[row], atol=1e-6)
+
+
+def test_an_id_that_comes_again_is_another_segment_here_and_the_same_one_to_coda_attention():
+    ids = jnp.array([[4, 4, 4, 1, 1, 4, 4, 2, 2, 4, 4]])
+    q, k, v = normal(0, 1, 11, 4, 8), normal(1, 1, 11, 2, 8), normal(2, 1, 11, 2, 8)
+    index = jnp.arange(11)
+    runs = jnp.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
+    for found, names in (
+        (attend.attend(q, k, v, segment_ids=ids)[0], runs),
+        (coda.attention(q, k, v, is_causal=True, segment_ids=ids), ids[0]),
+    ):
+        seen = (index[:, None] >= index) & (names[:, None] == names)
+        expected = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_several_tokens_over_a_cache(window):
+    """Rows that hold different numbers of tokens: each has its own offset, and no mask of all slots is made."""
+    module, x, lengths = attention(sliding_window=window), normal(0, 2, 11, 32), jnp.array([6, 4])
+    _, cache = module(x[:, :6], cache=module.init_cache(2, 12))
+    cache = dataclasses.replace(cache, length=lengths)
+    more = jnp.stack([x[row, count : count + 5] for row, count in enumerate(lengths)])
+    y, longer = module(more, cache=cache)
+    for row, count in enumerate(lengths):
+        alone = module(x[row, : count + 5])[count:]
+        np.testing.assert_allclose(y[row], alone, rtol=1e-4, atol=1e-5)
+    assert longer.length.tolist() == [11, 9]
+    masks, _ = calls_of(lambda x, cache: module(x, cache=cache)[0], more, cache)
+    assert masks == [MaskSpec(intervals=1)]
+    assert calls_of(lambda x, cache: module(x, cache=cache)[0], more[:, :1], cache)[0] == []
+
+
+def test_a_query_that_sees_nothing():
+    """It has 0 and no gradient."""
+    q, k, v = normal(0, 2, 11, 4, 8), normal(1, 2, 11, 2, 8), normal(2, 2, 11, 2, 8)
+    mask = jnp.arange(11)[:, None] > 4
+    y, pullback = jax.vjp(lambda *x: attend.attend(*x, mask=mask)[0], q, k, v)
+    dq, *_ = pullback(jnp.ones_like(y))
+    assert not y[:, :5].any() and y[:, 5:].all() and not dq[:, :5].any() and dq[:, 6:].any()
 
 
 @pytest.mark.parametrize(
@@ -192,6 +306,10 @@ def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
         (
             lambda: attention()(normal(0, 2, 11, 32), mask=jnp.ones((3, 11, 11), bool)),
             r"mask has shape \(3, 11, 11\); .* must broadcast to \(2, \d, 11, 11\)",
+        ),
+        (
+            lambda: attend.attend(normal(0, 2, 11, 4, 8), *[normal(1, 2, 12, 2, 8)] * 2, segment_ids=SEGMENTS),
+            "segment_ids are of 11 tokens, and there are 12 keys of another text",
         ),
     ],
 )

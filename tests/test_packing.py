@@ -12,8 +12,9 @@ from flax import nnx
 
 import coda_jax as coda
 import flax_layers as layers
+from coda_jax.jaxprs.walk import equations
 from flax_layers.models.language_model import LanguageModel
-from flax_layers.packing import counted_labels, labels_within_segments, segment_positions, segment_runs
+from flax_layers.packing import Segments, counted_labels, labels_within_segments, segment_positions, segment_runs
 from tests.tiny_models import GPT2, LLAMA
 
 IDS = jnp.array([[4, 4, 4, 7, 7, 0, 0, 4, 4, 4, 4, 4, 1, 1, 1, 1], [2] * 16])
@@ -33,6 +34,19 @@ def test_runs_positions_and_labels():
     ends = [2, 4, 6, 11]
     assert [i for i in range(16) if labels[0, i] == -100] == ends
     assert labels[1].tolist() == [*range(16, 32)]
+
+
+def test_segments_of_rows():
+    segments = Segments.of(IDS)
+    np.testing.assert_array_equal(segments.ids, segment_runs(IDS))
+    assert segments.first.tolist() == [[0, 0, 0, 3, 3, 5, 5, 7, 7, 7, 7, 7, 12, 12, 12, 12], [0] * 16]
+    assert segments.last.tolist() == [[2, 2, 2, 4, 4, 6, 6, 11, 11, 11, 11, 11, 15, 15, 15, 15], [15] * 16]
+    assert Segments.of(segments) is segments and segments.shape == (2, 16)
+    assert [x.dtype for x in jax.tree.leaves(segments)] == [jnp.int32] * 3
+    for x, y in zip(jax.tree.leaves(Segments.of(IDS[0].astype(jnp.uint8))), jax.tree.leaves(segments), strict=True):
+        np.testing.assert_array_equal(x, y[0])
+    with pytest.raises(ValueError, match="segment_ids are integers, got float32"):
+        Segments.of(jnp.ones(4))
 
 
 class Bigram(LanguageModel):
@@ -214,6 +228,49 @@ def test_no_array_of_all_pairs_outside_of_attention(scan_layers):
 
     assert pairs("xla") > 0
     assert pairs(sums) == 0
+
+
+class Logged(layers.Attention):
+    """Attention of a user, with a call of its own."""
+
+    def __call__(self, x, *, segment_ids=None, **arrays):
+        assert isinstance(segment_ids, jax.Array) and segment_ids.shape == (2, 16)
+        return super().__call__(x, segment_ids=segment_ids, **arrays)
+
+
+class LoggedBlock(layers.LlamaBlock):
+    """A block of a user, with a call of its own."""
+
+    def __call__(self, x, *, segment_ids=None, **arrays):
+        assert isinstance(segment_ids, jax.Array) and segment_ids.shape == (2, 16)
+        return super().__call__(x, segment_ids=segment_ids, **arrays)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("remat", [None, "full"])
+def test_segments_are_found_once_for_all_layers(scan_layers, remat):
+    """Before the layers, also where these are scanned or computed again; and no array of all pairs is made."""
+    model = layers.Llama(LLAMA, scan_layers=scan_layers, remat=remat, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    def loss(params):
+        return nnx.merge(graphdef, params)(IDS[:, :15], segment_ids=IDS[:, :15]).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    names = [one.primitive.name for one, _ in equations(jaxpr)]
+    assert names.count("cummax") == names.count("cummin") == 1 and "coda_attention_backward" in names
+    loops = [one for one, _ in equations(jaxpr) if one.primitive.name == "scan"]
+    assert bool(loops) == scan_layers
+    assert all("cummax" not in str(loop.params["jaxpr"]) for loop in loops)
+    assert "15,15]" not in str(jaxpr)
+
+
+@pytest.mark.parametrize("cls", [Logged, LoggedBlock])
+def test_a_layer_with_a_call_of_its_own_is_given_ids(cls):
+    model, expected = (layers.Llama(LLAMA, rngs=nnx.Rngs(0)) for _ in range(2))
+    for layer in model.layers:
+        (layer if cls is LoggedBlock else layer.attention).__class__ = cls
+    np.testing.assert_allclose(model(IDS, segment_ids=IDS), expected(IDS, segment_ids=IDS), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

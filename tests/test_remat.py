@@ -1,5 +1,6 @@
 """Layers scanned over stacked parameters, and what policies make the backward pass compute again."""
 
+import collections
 import dataclasses
 import functools
 
@@ -11,6 +12,7 @@ from flax import nnx
 
 import coda_jax as coda
 import flax_layers as layers
+from coda_jax.jaxprs.walk import equations
 from flax_layers.layer_stack import stack, unstack
 from flax_layers.remat import policy_of
 
@@ -116,6 +118,18 @@ def test_attention_of_cudnn_is_kept(monkeypatch):
         )
 
     assert forward_passes("full") == 2 * forward_passes("save_attention") > 0
+
+
+@pytest.mark.parametrize("remat, again", [(None, 0), ("save_attention", 0), (("context",), 0), ("save_qkv", 1)])
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scan"])
+def test_attention_is_kept(scan_layers, remat, again):
+    """Its result and log-sum-exp: a layer has one forward pass in a step, or another if asked for; packed rows too."""
+    segment_ids, count = jnp.arange(34).reshape(2, 17) // 5, 1 if scan_layers else CONFIG.num_hidden_layers
+    graphdef, params = nnx.split(llama(scan_layers=scan_layers, remat=remat), nnx.Param)
+    step = jax.grad(lambda params: nnx.merge(graphdef, params)(TOKENS, segment_ids=segment_ids).sum())
+    names = collections.Counter(one.primitive.name for one, _ in equations(jax.make_jaxpr(step)(params).jaxpr))
+    assert names["coda_attention"] == count * (1 + again)
+    assert names["coda_attention_backward"] == count
 
 
 def test_stack_and_unstack():

@@ -5,6 +5,7 @@ masks       reduces all masks of a call to a `MaskSpec` and few arrays
 spec        is the data model: what a mask is, all that a call of the primitives is beside its arrays
 primitive   has the two primitives, forward and backward, their types, batching and derivatives
 blocks      computes both by XLA, a block of queries at a time: the reference, and the form on other platforms
+choose      says where cuDNN is faster
 """
 
 from coda_jax.attend.attention import attention as attention
