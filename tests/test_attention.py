@@ -120,7 +120,7 @@ def sizes(request, monkeypatch):
 
 
 def in_small_blocks(monkeypatch):
-    for name, value in (("_MOST_BYTES", 4), ("_LEAST_ROWS", 4), ("_LEAST_SPAN", 9), ("_WINDOW_ROWS", 8)):
+    for name, value in (("_MOST_CPU_BYTES", 4), ("_LEAST_ROWS", 4), ("_LEAST_SPAN", 9), ("_WINDOW_ROWS", 8)):
         monkeypatch.setattr(blocks, name, value)
 
 
@@ -157,6 +157,7 @@ def test_a_span_reads_the_keys_that_it_sees(monkeypatch):
     assert [(span.start, span.first, span.count) for span in causal] == [(i * 512, 0, (i + 1) * 512) for i in range(8)]
     (window,) = blocks.spans(2, 4096, 4096, MaskSpec(left=200, right=0))
     assert (window.size, window.width) == (128, 328)
+    assert {span.size for span in blocks.spans(2, 4096, 4096, MaskSpec(right=0), on_cpu=True)} == {128}
     assert sum(span.blocks * span.size for span in blocks.spans(64, 5000, 5000, MaskSpec())) < 5050
 
 
@@ -171,8 +172,12 @@ def test_random_bands(monkeypatch, seed):
     q, k, v, dy, dlse = given = arrays(queries, keys)
 
     def run(*factors):
-        y, lse = blocks.forward(*factors, spec=spec)
-        return y, lse.swapaxes(1, 2), *blocks.backward(*factors, y, lse, dy, dlse.swapaxes(1, 2), spec=spec)
+        y, lse = blocks.forward(*factors, spec=spec, on_cpu=True)
+        return (
+            y,
+            lse.swapaxes(1, 2),
+            *blocks.backward(*factors, y, lse, dy, dlse.swapaxes(1, 2), spec=spec, on_cpu=True),
+        )
 
     expected = dense(*given, seen=blocks.seen(mask, (), queries, keys) if mask != MaskSpec() else True)
     for got, exact in zip(jax.jit(run)(q, k, v), expected, strict=False):

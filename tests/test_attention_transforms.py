@@ -188,17 +188,15 @@ def test_third_derivatives_and_rows_that_see_nothing():
 
 
 def test_second_derivatives_in_blocks(monkeypatch):
-    for name, value in (("_MOST_BYTES", 4), ("_LEAST_ROWS", 4), ("_LEAST_SPAN", 16)):
+    for name, value in (("_MOST_CPU_BYTES", 4), ("_LEAST_ROWS", 4), ("_LEAST_SPAN", 16)):
         monkeypatch.setattr(blocks, name, value)
     jax.clear_caches()
     test_second_derivatives((0, 1, 2, 3))
     jax.clear_caches()
 
 
-def test_no_array_of_all_scores(monkeypatch):
+def test_no_array_of_all_scores():
     """Neither derivative of 2 heads of 4096 queries, whose scores would take 128 MiB, nor that of ids and intervals."""
-    monkeypatch.setattr(blocks, "_MOST_BYTES", 1 << 20)
-    jax.clear_caches()
     x = jax.ShapeDtypeStruct((1, 4096, 2, 16), jnp.float32)
 
     def first(*x):
@@ -211,7 +209,6 @@ def test_no_array_of_all_scores(monkeypatch):
 
     for f in (first, second):
         assert jax.jit(f).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes < 64 << 20
-    jax.clear_caches()
 
 
 def test_the_gradient_of_the_bias_is_computed_where_it_is_asked_for():

@@ -30,6 +30,7 @@ from coda_jax.attend.spec import AttentionSpec, MaskArrays, MaskSpec
 from coda_jax.epilogue.values import same_size
 
 _MOST_BYTES = 64 << 20  # of a block's scores
+_MOST_CPU_BYTES = 4 << 20  # on a CPU, whose caches hold no more
 _LEAST_ROWS = 16  # of a block, whatever its bytes
 _MOST_SPANS = 8  # of queries that read the same keys: causal attention then computes 1/2 + 1/16 of all scores
 _LEAST_SPAN = 512
@@ -51,7 +52,7 @@ class Span(NamedTuple):
     width: Any
 
 
-def spans(heads: Any, length: Any, keys: Any, mask: MaskSpec) -> list[Span]:
+def spans(heads: Any, length: Any, keys: Any, mask: MaskSpec, on_cpu: bool = False) -> list[Span]:
     """The spans of queries (of all heads of a batch) that read the same keys.
 
     Symbolic sizes of queries or keys are one block. A symbolic number of heads counts as one.
@@ -59,7 +60,7 @@ def spans(heads: Any, length: Any, keys: Any, mask: MaskSpec) -> list[Span]:
     if not (isinstance(length, int) and isinstance(keys, int)) or length == 0:
         return [Span(0, length, 1, 0, keys, keys)]
     row_bytes = 4 * keys * (heads if isinstance(heads, int) else 1)
-    most_rows = max(_MOST_BYTES // max(row_bytes, 1), _LEAST_ROWS)
+    most_rows = max((_MOST_CPU_BYTES if on_cpu else _MOST_BYTES) // max(row_bytes, 1), _LEAST_ROWS)
     if mask.left is not None and mask.right is not None:
         reach = max(mask.left + mask.right, 0)
         size = _block_size(length, min(most_rows, max(reach, _WINDOW_ROWS)))
@@ -86,17 +87,18 @@ def _block_size(length: int, most_rows: int) -> int:
     return power if length % power == 0 else -(-length // -(-length // most_rows))
 
 
-def forward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+def forward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """Attention's results.
 
     Args:
       *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask.
+      on_cpu: whether blocks are as small as a CPU's caches.
 
     Returns:
       y (B, T, H, Dv) in q's dtype and lse (B, H, T), float32 or wider.
     """
     q, k, v, *mask_arrays = arrays
-    problem = _Problem.of(q, k, _finite(v), mask_arrays, spec, _poison(v))
+    problem = _Problem.of(q, k, _finite(v), mask_arrays, spec, on_cpu, _poison(v))
 
     def block(at: _Block) -> tuple[Any, tuple[()]]:
         s = at.scores()
@@ -114,16 +116,17 @@ def forward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
     return [_from_heads(y), _from_heads(lse)[..., 0].transpose(0, 2, 1)]
 
 
-def backward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
+def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """Attention's gradients.
 
     Args:
       *arrays: as `forward` takes them, and then its results y and lse and their cotangents dy and dlse.
+      on_cpu: as `forward` has it.
 
     Returns:
       dq, dk and dv, with the types of q, k and v.
     """
-    problem, again = _again(arrays, spec)
+    problem, again = _again(arrays, spec, on_cpu)
     q, k, v = arrays[:3]
     accumulator = problem.accumulator
 
@@ -143,9 +146,9 @@ def backward(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
     return [_from_heads(problem.joined(dq_pieces)), dk, dv]
 
 
-def bias_cotangent(*arrays: jax.Array, spec: AttentionSpec) -> jax.Array:
+def bias_cotangent(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> jax.Array:
     """The bias's gradient, with its type, from what `backward` takes."""
-    problem, again = _again(arrays, spec)
+    problem, again = _again(arrays, spec, on_cpu)
     bias, heads_bias = spec.mask.arrays(arrays[3:-4]).bias, problem.masks.bias
     has_rows, has_keys = not _is_one(bias.shape[2]), not _is_one(bias.shape[3])
 
@@ -273,10 +276,11 @@ class _Problem:
         v: jax.Array,
         mask_arrays: Sequence[jax.Array],
         spec: AttentionSpec,
+        on_cpu: bool,
         key_poison: jax.Array,
     ) -> _Problem:
         length, kv_heads, masks = q.shape[1], k.shape[2], spec.mask.arrays(mask_arrays)
-        found = spans(q.shape[0] * q.shape[2], length, k.shape[1], spec.mask)
+        found = spans(q.shape[0] * q.shape[2], length, k.shape[1], spec.mask, on_cpu)
         rows = found[-1].start + found[-1].blocks * found[-1].size
         key_poison = key_poison.transpose(0, 2, 3, 1)[:, :, None]
 
@@ -352,11 +356,12 @@ class _Again(NamedTuple):
         return p, p * (dp - at.rows(self.correction))
 
 
-def _again(arrays: Sequence[jax.Array], spec: AttentionSpec) -> tuple[_Problem, _Again]:
+def _again(arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool) -> tuple[_Problem, _Again]:
     q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
     # Without the barrier XLA finds the scores of the forward pass equal to these, and keeps them.
     k, dy = lax.optimization_barrier((k, dy))
-    problem = _Problem.of(_finite(q), _finite(k), _finite(v), mask_arrays, spec, _poison(k) + _poison(v))
+    key_poison = _poison(k) + _poison(v)
+    problem = _Problem.of(_finite(q), _finite(k), _finite(v), mask_arrays, spec, on_cpu, key_poison)
     lse, dlse = (x.transpose(0, 2, 1)[..., None] for x in (lse, dlse))
     is_empty = lse == -jnp.inf
     dy = jnp.where(is_empty, 0, dy)

@@ -84,7 +84,7 @@ def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arra
         *mask_cotangents, dbias = (None,) * max(len(arrays) - 3, 1)
         all_arrays = *arrays, y, lse, *cotangents
         if spec.mask.has_bias:  # apart, so that it is not computed where nobody asks for it
-            dbias = _bias_cotangent(*all_arrays, spec=spec)
+            dbias = _bias_cotangent(*all_arrays, spec=spec, on_cpu=_has_cpu_alone())
         return (*_gradients(*all_arrays, spec=spec), *mask_cotangents, dbias)[: len(arrays)]
 
     y, lse = differentiable("attention", run, forward, backward)(*vary(varying_axes(*arrays), *arrays))
@@ -101,11 +101,14 @@ def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]
         return _gradients(*arrays, spec=spec), arrays
 
     def backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+        second_form = functools.partial(
+            _traced_form, spec=spec, primitive=attention_backward_p, on_cpu=_has_cpu_alone()
+        )
         places = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
         def form(*differentiated: jax.Array) -> tuple[jax.Array, ...]:
             given = dict(zip(places, differentiated, strict=True))
-            return tuple(_second_form(*(given.get(i, x) for i, x in enumerate(arrays)), spec=spec))
+            return tuple(second_form(*(given.get(i, x) for i, x in enumerate(arrays))))
 
         _, pullback = jax.vjp(form, *(arrays[i] for i in places))
         found = dict(zip(places, pullback(tuple(cotangents)), strict=True))
@@ -115,9 +118,8 @@ def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]
     return gradients
 
 
-def _by_xla(form: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax.Array], spec: AttentionSpec) -> Any:
-    """form(*arrays), whose results have these types; XLA's partitioner divides it over explicit mesh axes too."""
-    function = functools.partial(form, spec=spec)
+def _by_xla(function: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
+    """function(*arrays), whose results have these types; XLA's partitioner divides it over explicit mesh axes too."""
     axes = explicit_axes(jax.sharding.get_abstract_mesh())
     if not axes:
         return function(*arrays)
@@ -125,27 +127,33 @@ def _by_xla(form: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=placements)(*arrays)
 
 
-def xla_form(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
-    """The results of a primitive by XLA."""
+def xla_form(
+    *arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive, on_cpu: bool = False
+) -> list[jax.Array]:
+    """The results of a primitive by XLA, in blocks for a CPU or for other platforms."""
     types = _TYPES[primitive](*map(jax.typeof, arrays), spec=spec)
-    results: list[jax.Array] = _by_xla(FORMS[primitive], types, arrays, spec)
+    form = functools.partial(FORMS[primitive], spec=spec, on_cpu=on_cpu)
+    results: list[jax.Array] = _by_xla(form, types, arrays)
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("spec",))
-def _second_form(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
-    return xla_form(*arrays, spec=spec, primitive=attention_backward_p)
+_traced_form = jax.jit(xla_form, static_argnames=("spec", "primitive", "on_cpu"))  # equal calls are traced once
 
 
-@functools.partial(jax.jit, static_argnames=("spec",))
-def _bias_cotangent(*arrays: jax.Array, spec: AttentionSpec) -> jax.Array:
-    def form(*arrays: jax.Array, spec: AttentionSpec) -> list[jax.Array]:
-        return [blocks.bias_cotangent(*arrays, spec=spec)]
+@functools.partial(jax.jit, static_argnames=("spec", "on_cpu"))
+def _bias_cotangent(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> jax.Array:
+    def form(*arrays: jax.Array) -> list[jax.Array]:
+        return [blocks.bias_cotangent(*arrays, spec=spec, on_cpu=on_cpu)]
 
     bias = spec.mask.arrays(arrays[3:-4]).bias
-    (dbias,) = _by_xla(form, [jax.typeof(bias)], arrays, spec)
+    (dbias,) = _by_xla(form, [jax.typeof(bias)], arrays)
     result: jax.Array = dbias
     return result
+
+
+def _has_cpu_alone() -> bool:
+    """Whether what is computed beside the primitives, whose lowerings know their platform, is for a CPU."""
+    return jax.default_backend() == "cpu"
 
 
 def _forward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
@@ -221,12 +229,10 @@ def lower_xla(
     ctx: mlir.LoweringRuleContext, *arrays: Any, spec: AttentionSpec, primitive: jex_core.Primitive
 ) -> Sequence[Any]:
     """Lowers a primitive to its form by XLA, on whatever platform."""
-    form = functools.partial(_traced_form, spec=spec, primitive=primitive)
+    on_cpu = tuple(ctx.platforms or ctx.module_context.platforms) == ("cpu",)
+    form = functools.partial(_traced_form, spec=spec, primitive=primitive, on_cpu=on_cpu)
     lowered: Sequence[Any] = mlir.lower_fun(form, multiple_results=True)(ctx, *arrays)
     return lowered
-
-
-_traced_form = jax.jit(xla_form, static_argnames=("spec", "primitive"))  # equal calls are traced once
 
 
 def _bind_flat(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
