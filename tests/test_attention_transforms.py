@@ -118,6 +118,15 @@ def test_a_batch_of_intervals():
     assert_equal(got, jnp.stack([coda.attention(Q, KEY, V, mask=mask) for mask in seen]))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_shares_what_sequences_share(batch):
+    """A bias and a mask for all sequences are not repeated."""
+    q, mask = normal(1, 3, batch, T, N, H), np.tri(T, dtype=bool)
+    f = jax.vmap(lambda q: coda.attention(q, KEY[:batch], V[:batch], BIAS, mask=mask))
+    (attention,) = (x for x, _ in equations_of(f, q)[0] if x.primitive.name == "coda_attention")
+    assert [x.aval.shape for x in attention.invars[3:]] == [(1, 1, T, T), (1, N, T, T)]
+
+
 def test_a_batch_of_batches():
     q = normal(10, 3, 2, *Q.shape)
     got = jax.jit(jax.vmap(jax.vmap(lambda q: coda.attention(q, KEY, V, BIAS, mask=np.tri(T, dtype=bool)))))(q)
