@@ -66,8 +66,8 @@ class Operation:
 
     Attributes:
       is_backward: whether it is in a transposed function, as every equation of a backward pass is.
-      is_attention: whether it is `coda.attention` or cuDNN's, or, on a machine without a GPU,
-        `jax.nn.dot_product_attention` made it: on a GPU the equations of that function are one kernel of cuDNN's.
+      is_attention: whether it is cuDNN's attention, or, on a machine without a GPU, `jax.nn.dot_product_attention` made
+        it: on a GPU the equations of that function are one kernel of cuDNN's.
     """
 
     name: str
@@ -117,7 +117,7 @@ def mark_attentions_own(graphs: Sequence[Graph]) -> None:
         for one in graph.operations:
             for array in one.inputs:
                 array.is_of_attention |= array.outside is not None and array.outside.is_of_attention
-            for array in one.outputs if one.is_attention and not is_our_attention(one.name) else ():
+            for array in one.outputs if one.is_attention else ():
                 array.is_of_attention |= array not in others
 
 
@@ -150,7 +150,7 @@ class _Inliner:
         others = {array for one in graph.operations if not one.is_attention for array in one.inputs}
         others.update(graph.results[:results])
         for one in graph.operations:
-            for array in one.outputs if one.is_attention and not is_our_attention(one.name) else ():
+            for array in one.outputs if one.is_attention else ():
                 array.is_of_attention = array not in others
 
     def _inline(self, jaxpr: core.Jaxpr, arguments: Sequence[Array], context: _Context) -> list[Array]:
@@ -215,7 +215,7 @@ class _Inliner:
         return outputs
 
     def _is_attention(self, equation: core.JaxprEqn) -> bool:
-        if equation.primitive.name.startswith(("dot_product_attention", "coda_attention")):
+        if equation.primitive.name.startswith("dot_product_attention"):
             return True
         traceback: Any = equation.source_info.traceback
         if traceback is None or jax.default_backend() == "gpu":  # on a GPU the equations themselves run
@@ -224,11 +224,6 @@ class _Inliner:
             frames = (frame.function_name for frame in traceback.frames)
             self._attention_tracebacks[id(traceback)] = "dot_product_attention" in frames
         return self._attention_tracebacks[id(traceback)]
-
-
-def is_our_attention(name: str) -> bool:
-    """Whether a primitive of this name is a pass of `coda.attention`: a kernel whose results are all in memory."""
-    return name.startswith("coda_attention")
 
 
 def _is_call(equation: core.JaxprEqn, inner: core.Jaxpr) -> bool:

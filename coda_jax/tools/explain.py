@@ -96,7 +96,7 @@ class Explanation:
       notes: notes of operators and layers, such as why a layer is not one block, and how often each occurs.
       device: the kind of device of the times; None on another platform.
       passes: XLA's passes between products, by the function's jaxpr; see `coda_jax.tools.passes`.
-      attention: calls of `coda.attention` and of `jax.nn.dot_product_attention`, each counted as one kernel.
+      attention: calls of `jax.nn.dot_product_attention`, each counted as one kernel.
       kept: the arrays kept for the backward pass, with their counts.
       advice: changes that a user could make.
       blocks: the plans of `coda.block`s in words: which map is computed in which epilogue, and why others are not; and
@@ -105,8 +105,7 @@ class Explanation:
         ones, of all devices together, except inside a shard_map.
       other_products: products that are neither coda_jax's nor attention's, and how often each is executed, such as
         those of an optimizer, of a router, or of layers in plain JAX.
-      attention_products: the number of products inside `attention`; calls of `coda.attention` have none, nor, on a
-        machine with a GPU, have cuDNN's.
+      attention_products: the number of products inside `attention`; on a machine with a GPU, cuDNN's calls have none.
       memory: the memory that the function holds, by its jaxpr; for several devices, that of unsharded arrays.
     """
 

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation, is_our_attention
+from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
 from coda_jax.jaxprs.walk import inner_jaxprs
 from coda_jax.tools.others import OTHERS
 
@@ -82,7 +82,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """A call of `coda.attention`, or of `jax.nn.dot_product_attention`, which is one kernel if cuDNN supports it.
+    """A call of `jax.nn.dot_product_attention`, which is one kernel if cuDNN supports it.
 
     Attributes:
       bytes_read, bytes_written: the least that such a kernel reads and writes: its arguments and results, once.
@@ -274,15 +274,13 @@ class _Fusion:
         return together.of(written)
 
     def attention(self) -> dict[Attention, int]:
-        """The kernels of attention: its connected operations, forward or backward; ours one by one."""
+        """The kernels of attention: its connected operations, forward or backward."""
         ours = [one for one in self._graph.operations if one.is_attention]
         together = _Sets()
         for one in ours:
-            makers = (array.maker for array in one.inputs if array.maker and array.maker.is_attention)
-            for maker in makers:
-                is_alone = is_our_attention(one.name) or is_our_attention(maker.name)
-                if not is_alone and maker.is_backward == one.is_backward:
-                    together.join(one, maker)
+            for array in one.inputs:
+                if array.maker and array.maker.is_attention and array.maker.is_backward == one.is_backward:
+                    together.join(one, array.maker)
         counts = collections.Counter[Attention]()
         for group in together.of(ours):
             if not any(_has_product(one) for one in group):  # a mask, which may be made before a loop
@@ -344,7 +342,7 @@ def _is_reduction(one: Operation) -> bool:
 
 
 def _has_product(attention: Operation) -> bool:
-    return attention.name in OTHERS or attention.name.startswith(("dot_product_attention", "coda_attention"))
+    return attention.name in OTHERS or attention.name.startswith("dot_product_attention")
 
 
 def _inputs_of(attention: Sequence[Operation]) -> dict[Array, None]:
