@@ -24,10 +24,30 @@ def pairs(mask: MaskSpec, queries: Any, keys: Any) -> int | None:
         return None
     band = MaskSpec(right=keys - queries) if mask.intervals else mask
     rows = np.arange(queries, dtype=np.int64)
-    first = np.zeros_like(rows) if band.left is None else np.clip(rows - band.left, 0, keys)
-    end = np.full_like(rows, keys) if band.right is None else np.clip(rows + band.right + 1, 0, keys)
+    first, end = _bounds(band, rows, rows, keys)
     found = int(np.maximum(end - first, 0).sum())
     return found // 2 if mask.has_ids else found
+
+
+def skipped(mask: MaskSpec, queries: Any, keys: Any, tile: int = 128) -> float | None:
+    """The share of square tiles in which a band hides all pairs; None where arrays hide others, or sizes are symbolic.
+
+    Args:
+      tile: queries, and keys, of a tile.
+    """
+    if mask.intervals or mask.has_ids or mask.has_mask or not (isinstance(queries, int) and isinstance(keys, int)):
+        return None
+    rows = np.arange(0, queries, tile, dtype=np.int64)
+    first, end = _bounds(mask, rows, np.minimum(rows + tile, queries) - 1, keys)
+    needed = int(np.where(end > first, -(-end // tile) - first // tile, 0).sum())
+    return 1 - needed / max(len(rows) * -(-keys // tile), 1)
+
+
+def _bounds(mask: MaskSpec, first_rows: np.ndarray, last_rows: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first key that a band lets any of these rows see, and the end of those that it does."""
+    first = np.zeros_like(first_rows) if mask.left is None else np.clip(first_rows - mask.left, 0, keys)
+    end = np.full_like(last_rows, keys) if mask.right is None else np.clip(last_rows + mask.right + 1, 0, keys)
+    return first, end
 
 
 def flops(types: Sequence[Any], seen: int | None, *, is_backward: bool) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -12,13 +12,13 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from coda_jax.attend import costs, kernel
-from coda_jax.attend.on_mesh import Form, lower_automatic, lower_explicit
+from coda_jax.attend.on_mesh import Form, lower_automatic, lower_explicit, parts_of_types
 from coda_jax.attend.primitive import FORMS, is_backward, lower_xla
 from coda_jax.attend.spec import AttentionSpec
 from coda_jax.jaxprs.evaluate import bound, evaluate
 from coda_jax.jaxprs.walk import equations
 from coda_jax.lowering.cuda import is_of_several, routed
-from coda_jax.lowering.select import report_of, typed
+from coda_jax.lowering.select import machine_reason, report_of, route_of, typed
 from coda_jax.lowering.xla_partitioner import with_own_attributes
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.mesh_types import vary, varying_axes
@@ -61,6 +61,38 @@ def form_of(
 def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     """Why the kernels cannot compute attention of such arguments, forward or backward; None if they can."""
     return kernel.unsupported_reason(avals[: 3 + len(spec.mask.fields)], spec)
+
+
+class Selected(NamedTuple):
+    """The form that attention is lowered to on the attached GPUs, on a Hopper GPU if there are none.
+
+    Attributes:
+      reason: why it takes XLA's form; None where it is the kernels.
+      over: the mesh axes over which each device runs it on its own part.
+      arguments, results: types of a device's arrays; None where they are known only when XLA has partitioned the
+        program.
+    """
+
+    reason: str | None
+    over: tuple[str, ...] = ()
+    arguments: Sequence[Any] | None = None
+    results: Sequence[Any] | None = None
+
+
+def selected(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec, num_devices: int = 1) -> Selected:
+    """The form of attention of arguments and results of these types.
+
+    Args:
+      num_devices: how many XLA partitions the program over, if its types are on no mesh.
+    """
+    route = route_of(avals, num_devices)
+    reason = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
+    reason = reason or unsupported_reason(avals, spec)
+    if route.is_automatic:
+        return Selected(reason, route.over)
+    if route.over:
+        return Selected(reason, route.over, *parts_of_types(avals, results, spec))
+    return Selected(reason, (), avals, results)
 
 
 def report(avals: Sequence[Any], spec: AttentionSpec, reason: str | None, *, strict: bool) -> None:

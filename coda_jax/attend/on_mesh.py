@@ -26,7 +26,7 @@ from coda_jax.attend.costs import pairs
 from coda_jax.attend.masks import Sizes, intervals_of_band
 from coda_jax.attend.primitive import FORMS, is_backward
 from coda_jax.attend.spec import AttentionSpec
-from coda_jax.lowering.on_devices import digest_of, lower_partition, mesh_of
+from coda_jax.lowering.on_devices import digest_of, lower_partition, mesh_of, parts_of
 from coda_jax.lowering.row_function import summed
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, mesh_of_program, partitioned_call
 from coda_jax.primitives.fallbacks import is_strict
@@ -207,6 +207,15 @@ def lower_explicit(
     cuts = list(map(explicit_cuts, avals)), list(map(explicit_cuts, ctx.avals_out))
     partition = _partition([x.shape for x in avals], *cuts, mesh_of(avals).shape, avals, spec, primitive, form_of)
     return lower_partition(ctx, *arrays, partition=partition)
+
+
+def parts_of_types(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec) -> tuple[list[Any], list[Any]]:
+    """Types of what a device has of the arguments and of the results, whose types are over explicit axes."""
+    sizes = mesh_of(avals).shape
+    cuts = list(map(explicit_cuts, avals)), list(map(explicit_cuts, results))
+    planned = plan([x.shape for x in avals], *cuts, sizes)
+    result_specs = planned.result_specs(is_backward=len(results) == 3)
+    return parts_of(avals, planned.specs(avals, spec), sizes), parts_of(results, result_specs, sizes)
 
 
 def _partition(

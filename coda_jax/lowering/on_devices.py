@@ -226,11 +226,14 @@ def plan_of_types(avals_in: Sequence[Any], avals_out: Sequence[Any], spec: GemmS
 
 def shards_of(avals: Sequence[Any], spec: GemmSpec, plan: Plan) -> list[Any]:
     """Types of the arguments' shards on a device; factors are those of its own product, before products are summed."""
-    sizes = mesh_of(avals).shape
-    specs = plan.argument_specs(spec, [aval.ndim for aval in avals])
+    return parts_of(avals, plan.argument_specs(spec, [aval.ndim for aval in avals]), mesh_of(avals).shape)
+
+
+def parts_of(avals: Sequence[Any], specs: Sequence[Any], mesh_sizes: Mapping[str, int]) -> list[Any]:
+    """Types of the shards on a device of arrays of these types and shardings."""
     shards = []
     for aval, aval_spec in zip(avals, specs, strict=True):
-        counts = [math.prod(sizes[name] for name in names) for names in mesh_axes_of(aval_spec, aval.ndim)]
+        counts = [math.prod(mesh_sizes[name] for name in names) for names in mesh_axes_of(aval_spec, aval.ndim)]
         shape = tuple(size // count for size, count in zip(aval.shape, counts, strict=True))
         shards.append(jax.core.ShapedArray(shape, aval.dtype))
     return shards

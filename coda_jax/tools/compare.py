@@ -38,7 +38,9 @@ class Figures:
       passes_mb: that these read and write.
       passes_ms: the least and the most; equal where the estimate is one number. None on several devices. If a
         function's FLOPs are mostly plain JAX's, they are the estimate times the measured range, `PLAIN_PASSES`.
-      attention: calls of attention. No time is known.
+      attention: calls of attention.
+      attention_ms: of `coda.attention`'s kernels, about.
+      untimed_attention: how many calls have no time.
       kept_gib: kept for the backward pass.
       arguments_gib, results_gib: of all leaves, each once; arguments that are returned count only as arguments.
       reused_gib: of results in the memory of donated arguments.
@@ -58,6 +60,8 @@ class Figures:
     passes_mb: float
     passes_ms: tuple[float, float] | None
     attention: int
+    attention_ms: float
+    untimed_attention: int
     kept_gib: float
     arguments_gib: float
     results_gib: float
@@ -69,10 +73,11 @@ class Figures:
 
     @property
     def ms(self) -> tuple[float, float] | None:
-        """The least and the most of products with a time, and passes. Attention and untimed products are left out."""
+        """The least and the most of products and attention with a time, and passes; what is untimed is left out."""
         if self.passes_ms is None:
             return None
-        return self.products_ms + self.passes_ms[0], self.products_ms + self.passes_ms[1]
+        kernels_ms = self.products_ms + self.attention_ms
+        return kernels_ms + self.passes_ms[0], kernels_ms + self.passes_ms[1]
 
     @property
     def temporaries_ratio(self) -> float | None:
@@ -134,6 +139,7 @@ class Comparison:
             ("  MB", lambda x: _short(x.passes_mb)),
             ("  ms", lambda x: _range(x.passes_ms)),
             ("attention, calls", lambda x: str(x.attention)),
+            ("  ms", lambda x: _short(x.attention_ms) if x.attention > x.untimed_attention else "-"),
             ("ms in all that have a time", lambda x: _range(x.ms)),
             ("no time known", _untimed),
             ("kept for the backward pass, GiB", lambda x: _short(x.kept_gib)),
@@ -244,6 +250,7 @@ def _by_xla(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mem
 
 def _figures(explained: Explanation, compiled: Memory | None) -> Figures:
     totals, memory, others = explained.totals, explained.memory, explained.other_products
+    attention_calls = explained.attention_calls
     timed = [(one.us, count) for one, count in others.items() if one.us is not None]
     passes_ms = None
     if totals.passes_ms is not None:
@@ -259,7 +266,10 @@ def _figures(explained: Explanation, compiled: Memory | None) -> Figures:
         passes=sum(explained.passes.values()),
         passes_mb=totals.passes_bytes / 1e6,
         passes_ms=passes_ms,
-        attention=sum(explained.attention.values()),
+        attention=sum(explained.attention.values()) + sum(attention_calls.values()),
+        attention_ms=totals.attention_ms,
+        untimed_attention=sum(explained.attention.values())
+        + sum(count for one, count in attention_calls.items() if one.us is None),
         kept_gib=totals.kept_bytes / _GIB,
         arguments_gib=memory.arguments / _GIB,
         results_gib=memory.results / _GIB,
@@ -278,7 +288,7 @@ def _fits(gib: float, chip_gib: int | None, num_devices: int, is_compiled: bool)
 
 
 def _untimed(one: Figures) -> str:
-    each = [(one.untimed_products, "product"), (one.attention, "attention call")]
+    each = [(one.untimed_products, "product"), (one.untimed_attention, "attention call")]
     return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in each if count) or "-"
 
 

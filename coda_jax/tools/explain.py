@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coda_jax.attend.primitive import FORMS
 from coda_jax.jaxprs.graph import Graph, graphs_of
 from coda_jax.jaxprs.traced import asked_shardings, needed, traced
 from coda_jax.jaxprs.walk import equations_in
@@ -22,6 +23,7 @@ from coda_jax.primitives.told import coda_told_p
 from coda_jax.tiles.table import as_if_attached, attached_device
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, Calls, advise, remedy_of
+from coda_jax.tools.attention import AttentionCall, attention_call
 from coda_jax.tools.costs import Cost, cost_of, pass_us, shard_of
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.held import Memory, held, memory_of
@@ -70,6 +72,8 @@ class Totals:
       kept_bytes: of the arrays kept for the backward pass.
       other_flops: of `Explanation.other_products`, if known. For several devices they are those of unsharded arrays, on
         all devices together, except inside a shard_map.
+      attention_flops: of `Explanation.attention_calls`, if known.
+      attention_ms: of those that are kernels, if known.
     """
 
     flops: int
@@ -82,6 +86,8 @@ class Totals:
     passes_ms: float | None
     kept_bytes: int
     other_flops: int = 0
+    attention_flops: int = 0
+    attention_ms: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +113,7 @@ class Explanation:
         those of an optimizer, of a router, or of layers in plain JAX.
       attention_products: the number of products inside `attention`; on a machine with a GPU, cuDNN's calls have none.
       memory: the memory that the function holds, by its jaxpr; for several devices, that of unsharded arrays.
+      attention_calls: calls of `coda.attention`, forward and backward passes, and how often each is executed.
     """
 
     products: dict[Product, int]
@@ -122,6 +129,7 @@ class Explanation:
     other_products: dict[OtherProduct, int] = dataclasses.field(default_factory=dict)
     attention_products: int = 0
     memory: Memory = dataclasses.field(default_factory=lambda: Memory(0, 0))
+    attention_calls: dict[AttentionCall, int] = dataclasses.field(default_factory=dict)
 
     @property
     def kernels(self) -> int:
@@ -148,6 +156,8 @@ class Explanation:
             passes_ms=None if passes_us is None else passes_us / 1e3,
             kept_bytes=sum(one.bytes * count for one, count in self.kept.items()),
             other_flops=sum((one.flops or 0) * count for one, count in self.other_products.items()),
+            attention_flops=sum((one.flops or 0) * count for one, count in self.attention_calls.items()),
+            attention_ms=sum((one.us or 0.0) * count for one, count in self.attention_calls.items()) / 1e3,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,6 +173,9 @@ class Explanation:
         passes = rows(self.passes)
         for row, one in zip(passes, self.passes, strict=True):
             row["us"] = pass_us(one.bytes, self.device)
+        attention_calls = rows(self.attention_calls)
+        for row, call in zip(attention_calls, self.attention_calls, strict=True):
+            row["tflops"] = call.tflops
         return {
             "device": self.device,
             "num_devices": self.num_devices,
@@ -173,6 +186,7 @@ class Explanation:
             "attention_products": self.attention_products,
             "passes": passes,
             "attention": rows(self.attention),
+            "attention_calls": attention_calls,
             "kept": rows(self.kept),
             "memory": dataclasses.asdict(self.memory),
             "notes": [{"count": count, "note": note} for note, count in self.notes.items()],
@@ -238,7 +252,7 @@ def explain(
     platform = platform or ("cuda" if named else jax.default_backend())
     told = named or attached_device() or DEFAULT_DEVICE if platform in ("gpu", "cuda") else None
     products, notes = collections.Counter[Product](), collections.Counter[str]()
-    blocks = collections.Counter[str]()
+    blocks, attention_calls = collections.Counter[str](), collections.Counter[AttentionCall]()
     remedies: dict[str, str] = {}
     trace = traced(function, args, kwargs)
     jaxpr = needed(trace)
@@ -250,6 +264,8 @@ def explain(
                 product = _product(equation, platform, num_devices, source, told)
             products[product] += times
             calls.add(product, equation)
+        elif equation.primitive in FORMS:
+            attention_calls[attention_call(equation, platform, num_devices)] += times
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
             remedies[equation.params["message"]] = equation.params["remedy"]
@@ -274,6 +290,7 @@ def explain(
         other_products=others,
         attention_products=in_attention,
         memory=memory_of(trace, held(graphs, [each.moved for each in left])),
+        attention_calls=dict(attention_calls),
     )
 
 

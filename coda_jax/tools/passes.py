@@ -13,11 +13,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from coda_jax.attend.primitive import FORMS
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
 from coda_jax.jaxprs.walk import inner_jaxprs
 from coda_jax.tools.others import OTHERS
 
-_PRODUCTS = {"coda_gemm", *OTHERS}
+_OWN_ATTENTION = {primitive.name for primitive in FORMS}
+_PRODUCTS = {"coda_gemm", *_OWN_ATTENTION, *OTHERS}
 _COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"),
     *("all_to_all", "reduce_scatter", "psum_scatter"),
@@ -378,9 +380,14 @@ def _written(array: Array) -> int:
     return array.bytes
 
 
+def is_any_attention(one: Operation) -> bool:
+    """Whether it is attention, by `jax.nn.dot_product_attention` or `coda.attention`."""
+    return one.is_attention or one.name in _OWN_ATTENTION
+
+
 def label(one: Operation) -> str:
     """The name by which a user knows an operation."""
-    if one.is_attention:
+    if is_any_attention(one):
         return "attention"
     if one.name == "coda_gemm":
         return str(one.equation.params["spec"].name)

@@ -30,6 +30,7 @@ def explanation(explained: Explanation) -> str:
     """The tables, the advice, and the sources."""
     lines = [
         *_products(explained),
+        *_own_attention(explained),
         *_attention(explained),
         *_others(explained),
         *_between(explained),
@@ -73,6 +74,35 @@ def _products(explained: Explanation) -> Iterator[str]:
         if totals.xla_ms:
             places = _places(totals.xla_ms)
             yield f"in XLA's form at least {totals.xla_ms:.{places}f} ms in place of {totals.fused_ms:.{places}f}"
+
+
+def _own_attention(explained: Explanation) -> Iterator[str]:
+    """Calls of `coda.attention`."""
+    if not explained.attention_calls:
+        return
+    header = ("count", "attention", "query", "key, value", "mask", "GFLOP", "pairs", "tiles skipped", "MB", "us")
+    rows = [(*header, "TFLOP/s", "lowered to")]
+    for one, count in explained.attention_calls.items():
+        target = "Hopper kernels" if one.reason is None else f"XLA: {' '.join(one.reason.split())}"
+        each = f", on each device's part over {', '.join(one.over)}" if one.over else ""
+        size = None if one.bytes_read is None or one.bytes_written is None else one.bytes_read + one.bytes_written
+        numbers = (
+            "" if one.flops is None else _short(one.flops / 1e9),
+            "" if one.pairs is None else f"{one.pairs:.0%}",
+            "" if one.skipped is None else f"{one.skipped:.0%}",
+            "" if size is None else _short(size / 1e6),
+            "" if one.us is None else f"{one.us:.0f}",
+            "" if one.tflops is None else f"{one.tflops:.0f}",
+        )
+        keys = one.key if one.key == one.value else f"{one.key}, {one.value}"
+        name = "backward" if one.is_backward else "forward"
+        rows.append((str(count), name, one.query, keys, one.mask, *numbers, target + each))
+    used = [i for i in range(len(rows[0])) if i < 5 or any(row[i] for row in rows[1:])]
+    right = [used.index(i) for i in (0, *range(5, 11)) if i in used]
+    yield ""
+    yield from columns([[row[i] for i in used] for row in rows], right)
+    if (ms := explained.totals.attention_ms) > 0:
+        yield f"attention, by rates of an H100: about {ms:.{_places(ms)}f} ms"
 
 
 def _attention(explained: Explanation) -> Iterator[str]:

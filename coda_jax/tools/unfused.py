@@ -11,7 +11,7 @@ from coda_jax.epilogue.elementwise import OPERATIONS
 from coda_jax.jaxprs.graph import Array, Graph, Operation
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.tools.others import OTHERS
-from coda_jax.tools.passes import MadePass, Pass, is_pass, label
+from coda_jax.tools.passes import MadePass, Pass, is_any_attention, is_pass, label
 from coda_jax.tools.source_lines import is_in_a_block, line_of
 
 # Operations that an epilogue supports, on a tile or over its rows, beside elementwise ones.
@@ -101,5 +101,5 @@ def _read_by(graph: Graph, late: set[Array]) -> dict[Array, frozenset[str]]:
 def _readers(one: Operation, readers: Sequence[frozenset[str]]) -> frozenset[str]:
     if is_pass(one):
         return frozenset[str]().union(*readers)
-    is_product = one.is_attention or one.name in OTHERS or one.equation.primitive in PRIMITIVES
+    is_product = is_any_attention(one) or one.name in OTHERS or one.equation.primitive in PRIMITIVES
     return frozenset({label(one)}) if is_product else frozenset()
