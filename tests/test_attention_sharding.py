@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import coda_jax as coda
 from benchmarks.sharded_step import collectives
 from coda_jax import ffi
-from coda_jax.attend import costs
+from coda_jax.attend import costs, kernel
 from coda_jax.attend.spec import MaskSpec
 from tests.attention_on_cpus import partitioned_on_cpus, stand_in
 from tests.gemm_cases import assert_close
@@ -266,6 +266,21 @@ def test_kernels_of_several_devices_leave_room_for_collectives(kind, monkeypatch
     assert launches == ([True] if kind is EXPLICIT else [])
 
 
+def kernel_types(mesh, of_queries, of_keys, rows=T):
+    """Types of q, k, v, dy and ids, which the kernels take."""
+    shapes = [(B, rows, heads, D) for heads in (H, 4, 4, H)]
+    specs = [of_queries, of_keys, of_keys, of_queries]
+    types = [
+        jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=NamedSharding(mesh, y))
+        for x, y in zip(shapes, specs, strict=True)
+    ]
+    return [*types, jax.ShapeDtypeStruct((B, rows), jnp.int32, sharding=NamedSharding(mesh, P("data")))]
+
+
+def for_gpus(function, types):
+    return jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_kernels_inside_shard_map(monkeypatch, is_checked):
@@ -275,9 +290,53 @@ def test_kernels_inside_shard_map(monkeypatch, is_checked):
     specs = (*(spec,) * 4, P("data"))
     with jax.set_mesh(mesh):
         on_each = jax.shard_map(passes(causal), in_specs=specs, out_specs=(spec,) * 5, check_vma=is_checked)
-        types = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, of_array))
-            for x, of_array in zip(arrays(dtype=jnp.bfloat16), specs, strict=True)
-        ]
-        text = jax.jit(on_each).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+        text = for_gpus(on_each, kernel_types(mesh, spec, spec)).as_text()
     assert text.count("@coda_launch(") == 4  # the forward pass, and three of the backward pass
+
+
+@needs_nvrtc
+@pytest.mark.smoke
+def test_kernels_that_the_partitioner_asks_for(monkeypatch, tmp_path):
+    """They say their time after partitioning, each that of a device's part, and yield to collectives."""
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
+    told, forward = [], kernel.forward
+    monkeypatch.setattr(
+        kernel, "forward", lambda *x, **options: told.append(options["yields"]) or forward(*x, **options)
+    )
+    mesh, spec = mesh_of(AUTO), P("data", None, "model")
+    lowered = for_gpus(passes(causal), kernel_types(mesh, spec, spec, rows=1024))
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No FFI handler registered for coda_launch"):  # on CPUs
+        lowered.compile(compiler_options=dump)
+    (after,) = tmp_path.glob("*.after_spmd-partitioning.*.txt")
+    calls = [line for line in after.read_text().splitlines() if 'custom_call_target="coda_launch"' in line]
+    first, *others = [int(x) for line in calls for x in re.findall(r'latency_metadata="(\d+)"', line)]
+    pairs = costs.pairs(MaskSpec(right=0, has_ids=True), 1024, 1024) * B * H / mesh.size
+    results, backward_results = 3, 2 + 4  # which are taken of calls that have several, beside the calls
+    assert first * (1 + results) == pytest.approx(pairs * 4 * D / 500e3, rel=0.2)
+    assert others == [others[0]] * 3
+    assert others[0] * (3 + backward_results) == pytest.approx(pairs * 10 * D / 430e3, rel=0.2)
+    assert told == [True]
+
+
+def test_on_a_mesh_without_devices(monkeypatch):
+    """Explicit axes need none."""
+    launches = stand_in(monkeypatch)
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), (EXPLICIT,) * 2)
+    spec = P("data", None, "model")
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = for_gpus(passes(causal), kernel_types(mesh, spec, spec)).as_text()
+    assert text.count("@coda_launch(") == 2 and launches == [True, True]
+
+
+def test_sums_of_gradients_are_sent_as_products_send_theirs(monkeypatch):
+    """bfloat16 as such, and float16 as float32."""
+    stand_in(monkeypatch)
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        for dtype, sent in ((jnp.bfloat16, "bf16"), (jnp.float16, "f32")):
+            types = kernel_types(mesh, P("data", "model"), P("data"))
+            types = [x if x.dtype == jnp.int32 else x.update(dtype=dtype) for x in types]
+            text = for_gpus(passes(causal), types).as_text()
+            sums = re.findall(r'"stablehlo.all_reduce"[^"]*?\}\) : \(tensor<[\dx]*x(\w+)>\)', text, re.DOTALL)
+            assert sums == [sent] * 2, text

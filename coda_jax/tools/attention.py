@@ -68,10 +68,12 @@ def attention_call(equation: core.JaxprEqn, platform: str, num_devices: int) -> 
         choice = Selected(f"the platform is {platform}", (), avals, results)
     queries, keys = avals[0].shape[1], avals[1].shape[1]
     seen = costs.pairs(spec.mask, queries, keys)
-    types = [jax.core.ShapedArray(x.shape, x.dtype).str_short() for x in avals[:3]]
+    query, key, value = (jax.core.ShapedArray(x.shape, x.dtype).str_short() for x in avals[:3])
     call = AttentionCall(
         backward,
-        *types,
+        query,
+        key,
+        value,
         in_words(spec.mask),
         choice.reason,
         choice.over,
