@@ -299,10 +299,13 @@ def test_kernels_inside_shard_map(monkeypatch, is_checked):
 def test_kernels_that_the_partitioner_asks_for(monkeypatch, tmp_path):
     """They say their time after partitioning, each that of a device's part, and yield to collectives."""
     monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
-    told, forward = [], kernel.forward
-    monkeypatch.setattr(
-        kernel, "forward", lambda *x, **options: told.append(options["yields"]) or forward(*x, **options)
-    )
+    told, original = [], kernel.forward
+
+    def forward(*arrays, spec, yields):
+        told.append(yields)
+        return original(*arrays, spec=spec, yields=yields)
+
+    monkeypatch.setattr(kernel, "forward", forward)
     mesh, spec = mesh_of(AUTO), P("data", None, "model")
     lowered = for_gpus(passes(causal), kernel_types(mesh, spec, spec, rows=1024))
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
