@@ -1,0 +1,452 @@
+"""Attention's kernels themselves on the host (tests/emulated_sm90), forward and backward, against float64."""
+
+import ctypes
+import dataclasses
+import functools
+import pathlib
+import shutil
+import subprocess
+
+import jax.numpy as jnp
+import numpy as np
+from tolerance import check
+
+TESTS = pathlib.Path(__file__).resolve().parent
+HEADERS = TESTS.parent / "cuda"
+UNBOUNDED = 1 << 30
+GUARD = 256  # bytes before and behind an array, which stay as they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What kernels are compiled for."""
+
+    head: int = 64
+    value_head: int = 64
+    arrays: bool = False
+    second: bool = False
+    ids: bool = False
+    dense: bool = False
+    bias: bool = False
+    dtype: str = "bf16"
+    deterministic: bool = True
+    split: bool = False
+
+    @property
+    def widest(self):
+        return max(self.head, self.value_head)
+
+    @property
+    def forward(self):  # keys, consumers
+        return (128, 3) if self.widest <= 64 else (128, 2) if self.value_head <= 128 else (64, 2)
+
+    @property
+    def backward(self):  # dim, keys, queries
+        return (64, 128, 128) if self.widest <= 64 else (128, 128, 64) if self.widest <= 128 else (256, 64, 64)
+
+    @property
+    def numpy(self):
+        return np.dtype(jnp.bfloat16 if self.dtype == "bf16" else np.float16)
+
+    @property
+    def text(self):
+        (keys, consumers), (dim, of_keys, of_queries) = self.forward, self.backward
+        flags = {
+            "has_arrays": self.arrays,
+            "has_second": self.second,
+            "has_ids": self.ids,
+            "has_dense": self.dense,
+            "has_bias": self.bias,
+        }
+        return f"""
+struct Common {{
+  static constexpr DType input = DType::{self.dtype}, bias_type = DType::f32;
+  static constexpr int head = {self.head}, value_head = {self.value_head}, stages = 2;
+  static constexpr bool {", ".join(f"{name} = {int(is_set)}" for name, is_set in flags.items())};
+}};
+struct Tiles {{
+  struct Forward : Common {{
+    static constexpr int keys = {keys}, consumers = {consumers};
+  }};
+  struct Backward : Common {{
+    static constexpr int dim = {dim}, keys = {of_keys}, queries = {of_queries};
+    static constexpr bool deterministic = {int(self.deterministic)}, is_split = {int(self.split)};
+  }};
+}};
+"""
+
+
+class Schedule(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("resident", "order", "starved", "late_copies", "late_products")]
+
+
+COUNTS = ("batch", "queries", "keys", "heads", "key_heads", "padded_queries", "padded_keys", "left", "right", "splits")
+ARRAYS = (
+    *("q", "k", "v", "dy", "dlse", "y", "lse", "intervals", "query_ids", "key_ids"),
+    *("needed", "full", "needed_rows", "full_rows", "needed_keys", "dense", "bias"),
+    *("lse_2", "delta", "sums", "turns", "dk", "dv", "dq"),
+)
+
+
+class Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in COUNTS),
+        *((name, ctypes.c_int * 4) for name in ("dense_sizes", "bias_sizes")),
+        ("scale", ctypes.c_float),
+        ("schedule", Schedule),
+        *((name, ctypes.c_void_p) for name in ARRAYS),
+    ]
+
+
+ENTRIES = ("forward", "prepare", "backward", "finish_dq")  # in the order of their launches
+COMMAND = ("g++", "-std=c++20", "-O1", "-ftree-vectorize", "-w", "-fPIC", "-fno-gnu-unique")
+
+
+def compiled(folder, *arguments):
+    done = subprocess.run([*COMMAND, *arguments], cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[:4000])
+
+
+@functools.cache
+def kernels(kernel, folder, fault=None):
+    """The library of kernels; with a fault planted in their text: the header, what stands there, what then does."""
+    at = folder / str(len(list(folder.iterdir())))
+    at.mkdir()
+    for path in HEADERS.glob("attention_*.cuh"):
+        text = path.read_text()
+        if fault is not None and path.name == f"attention_{fault[0]}.cuh":
+            _, right, wrong = fault
+            if text.count(right) != 1:
+                raise RuntimeError(f"{path.name} has {right!r} {text.count(right)} times")
+            text = text.replace(right, wrong)
+        (at / path.name).write_text(text)
+    shutil.copy(folder / "attention.cc", at)
+    (at / "tiles.h").write_text(kernel.text)
+    compiled(at, f"-I{folder}", "-shared", "-o", "run.so", "attention.cc")
+    library = ctypes.CDLL(str(at / "run.so"))
+    for name in ENTRIES:
+        getattr(library, name).restype = ctypes.c_char_p
+    return library
+
+
+def common_headers(folder):
+    """Fills a folder with the headers that all kernels have in common, those of the instructions replaced."""
+    for path in HEADERS.glob("*.cuh"):
+        if not path.name.startswith("attention_"):
+            shutil.copy(path, folder)
+    shutil.move(folder / "accumulator_sm90.cuh", folder / "device_accumulator_sm90.cuh")
+    shutil.copytree(TESTS / "emulated_sm90", folder, dirs_exist_ok=True)
+    compiled(folder, "-x", "c++-header", "-o", "threads.h.gch", "threads.h")
+    return folder
+
+
+# ---- arrays
+
+
+def guarded(like, is_poisoned=False):
+    """A copy of an array, or an array of NaNs, between bytes that are all ones."""
+    like = np.asarray(like)
+    memory = np.full(like.nbytes + 2 * GUARD + 64, 0xFF, np.uint8)
+    first = GUARD + -memory.ctypes.data % 64
+    of = memory[first : first + like.nbytes].view(like.dtype).reshape(like.shape)
+    if not is_poisoned:
+        of[...] = like
+    return memory, of
+
+
+def is_intact(memory, of):
+    first = of.ctypes.data - memory.ctypes.data
+    return (memory[:first] == 0xFF).all() and (memory[first + of.nbytes :] == 0xFF).all()
+
+
+def up_to(count, size):
+    return -(-count // size) * size
+
+
+def as_words(bits):
+    """Bits of the last axis as 32-bit words."""
+    bits = np.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
+    words = bits.reshape(*bits.shape[:-1], -1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+    return words.sum(-1).astype(np.uint32)
+
+
+def tiles_of(seen, rows, columns, exactly=True):
+    """Which tiles of (batch, heads, queries, keys) hold something that is seen, and which nothing else.
+
+    Not `exactly`: all may hold something, and none is seen entirely.
+    """
+    size = [up_to(count, of) for count, of in zip(seen.shape[2:], (rows, columns), strict=True)]
+    padded = np.zeros((*seen.shape[:2], *size), bool)
+    padded[:, :, : seen.shape[2], : seen.shape[3]] = seen
+    tiles = padded.reshape(*seen.shape[:2], size[0] // rows, rows, size[1] // columns, columns)
+    needed, full = tiles.any((1, 3, 5)), tiles.all((1, 3, 5))
+    return (needed, full) if exactly else (np.ones_like(needed), np.zeros_like(full))
+
+
+@dataclasses.dataclass
+class Mask:
+    """A mask's parts, as the kernels take them; unpadded."""
+
+    left: int = UNBOUNDED
+    right: int = UNBOUNDED
+    intervals: np.ndarray | None = None  # (batch, 2 or 4, queries)
+    query_ids: np.ndarray | None = None
+    key_ids: np.ndarray | None = None
+    dense: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    exactly: bool = True  # tiles are listed
+
+    def seen(self, batch, heads, queries, keys):
+        i, j = np.arange(queries)[:, None], np.arange(keys)
+        seen = np.broadcast_to((i - self.left <= j) & (j <= i + self.right), (batch, 1, queries, keys))
+        if self.intervals is not None:
+            first, last = self.intervals[:, ::2, :, None], self.intervals[:, 1::2, :, None]
+            seen = ((first <= j) & (j <= last)).any(1, keepdims=True)
+        if self.query_ids is not None:
+            seen = seen & (self.query_ids[:, None, :, None] == self.key_ids[:, None, None, :])
+        if self.dense is not None:
+            seen = seen & self.dense
+        return np.broadcast_to(seen, (batch, heads, queries, keys))
+
+
+@dataclasses.dataclass
+class Case:
+    kernel: Kernel
+    mask: Mask
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dy: np.ndarray
+    dlse: np.ndarray
+    scale: float
+    splits: int = 1
+
+    @property
+    def seen(self):
+        return self.mask.seen(len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1])
+
+
+def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, splits=1, seed=0):
+    random = np.random.default_rng(seed)
+    keys = queries if keys is None else keys
+
+    def normal(*shape):
+        return random.standard_normal(shape, np.float32)
+
+    return Case(
+        kernel,
+        mask,
+        normal(batch, queries, heads, kernel.head).astype(kernel.numpy),
+        normal(batch, keys, heads // groups, kernel.head).astype(kernel.numpy),
+        normal(batch, keys, heads // groups, kernel.value_head).astype(kernel.numpy),
+        normal(batch, queries, heads, kernel.value_head).astype(kernel.numpy),
+        normal(batch, heads, queries),
+        kernel.head**-0.5,
+        splits,
+    )
+
+
+# ---- what kernels give, and what they should
+
+
+def run(case, folder, schedule=None, fault=None):
+    """y, lse, dq, dk, dv as the kernels make them."""
+    kernel, mask, q, k = case.kernel, case.mask, case.q, case.k
+    library = kernels(kernel, folder, fault)
+    (batch, queries, heads, _), keys, key_heads = q.shape, k.shape[1], k.shape[2]
+    padded_queries, padded_keys = up_to(queries, 128), up_to(keys, 128)
+    (_, tile_keys, tile_queries), seen = kernel.backward, case.seen
+    query_tiles = -(-queries // tile_queries)
+    dim_part = 128 * (64 if kernel.backward[0] == 256 else 32)
+    sums = np.zeros((batch, heads, query_tiles, 2, dim_part), np.float32)
+    of_split = (case.splits,) if kernel.split else ()
+    of_result = np.float32 if kernel.split else kernel.numpy
+    values = {name: getattr(case, name) for name in ("q", "k", "v", "dy", "dlse")}
+    if kernel.arrays:
+        forward_tiles = tiles_of(seen, 64 * kernel.forward[1], kernel.forward[0], mask.exactly)
+        needed, full = tiles_of(seen, tile_queries, tile_keys, mask.exactly)
+        values |= {
+            "needed": as_words(forward_tiles[0]),
+            "full": as_words(forward_tiles[1]),
+            "needed_rows": as_words(needed.swapaxes(1, 2)),
+            "full_rows": as_words(full.swapaxes(1, 2)),
+            "needed_keys": as_words(needed),
+        }
+        count = mask.intervals.shape[1]
+        intervals = np.empty((batch, count, padded_queries), np.int32)
+        intervals[:, ::2], intervals[:, 1::2] = keys, -1
+        intervals[:, :, :queries] = mask.intervals
+        values["intervals"] = intervals
+    if kernel.ids:
+        for name, ids, size in (
+            ("query_ids", mask.query_ids, padded_queries),
+            ("key_ids", mask.key_ids, padded_keys),
+        ):
+            values[name] = np.pad(ids.astype(np.int32), ((0, 0), (0, size - ids.shape[1])))
+    if kernel.dense:
+        values["dense"] = mask.dense.astype(np.uint8)
+    if kernel.bias:
+        values["bias"] = mask.bias.astype(np.float32)
+    made = {
+        "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
+        "lse": np.empty((batch, heads, queries), np.float32),
+        "lse_2": np.empty((batch, heads, padded_queries), np.float32),
+        "delta": np.empty((batch, heads, padded_queries), np.float32),
+        "dk": np.empty((*of_split, *k.shape), of_result),
+        "dv": np.empty((*of_split, *case.v.shape), of_result),
+        "dq": np.empty(q.shape, kernel.numpy),
+    }
+    if kernel.deterministic:
+        made["sums"] = sums
+        values["turns"] = np.zeros((batch, heads, query_tiles), np.int32)
+    else:
+        values["sums"] = sums
+    arrays = {name: guarded(x) for name, x in values.items()} | {name: guarded(x, True) for name, x in made.items()}
+    problem = Problem(
+        **dict(zip(COUNTS, (batch, queries, keys, heads, key_heads, padded_queries, padded_keys), strict=False)),
+        left=mask.left,
+        right=mask.right,
+        splits=case.splits,
+        scale=case.scale,
+        schedule=Schedule(1, 0, 0, 0, 1) if schedule is None else schedule,
+        **{name: x.ctypes.data for name, (_, x) in arrays.items()},
+    )
+    for name in ("dense", "bias"):
+        if getattr(kernel, name):
+            setattr(problem, f"{name}_sizes", (ctypes.c_int * 4)(*getattr(mask, name).shape))
+    for name in ENTRIES:
+        wrong = getattr(library, name)(ctypes.byref(problem)).decode()
+        assert not wrong, f"{name}: {wrong}"
+    for name, (memory, x) in arrays.items():
+        assert is_intact(memory, x), f"something wrote beside {name}"
+        if name in values and name not in ("turns", "sums"):
+            np.testing.assert_array_equal(x.view(np.uint8), np.ascontiguousarray(values[name]).view(np.uint8))
+    got = {name: x for name, (_, x) in arrays.items()}
+    if kernel.deterministic:
+        needed = tiles_of(seen, tile_queries, tile_keys, mask.exactly)[0]
+        expected = np.broadcast_to(needed.sum(-1)[:, None], got["turns"].shape)
+        np.testing.assert_array_equal(got["turns"], expected, err_msg="turns")
+    out = {name: got[name] for name in ("y", "lse", "dq", "dk", "dv")}
+    if kernel.split:
+        out |= {name: out[name].sum(0).astype(kernel.numpy) for name in ("dk", "dv")}
+    return out
+
+
+def formula(case, working):
+    """The results of the textbook's formulas, in float64, or as in the arrays' dtype, summed in float32."""
+    dtype = np.float32 if working else np.float64
+
+    def rounded(x):
+        return x.astype(case.kernel.numpy).astype(dtype) if working else x
+
+    groups = case.q.shape[2] // case.k.shape[2]
+    q, dy = case.q.astype(dtype), case.dy.astype(dtype)
+    k, v = (np.repeat(x.astype(dtype), groups, axis=2) for x in (case.k, case.v))
+    seen = case.seen
+    s = dtype(case.scale) * np.einsum("bthd,bshd->bhts", q, k)
+    if case.mask.bias is not None:
+        s = s + case.mask.bias.astype(dtype)
+    s = np.where(seen, s, -np.inf)
+    most = np.max(s, axis=-1, keepdims=True)
+    most = np.where(np.isneginf(most), 0, most)
+    exponentials = np.exp(s - most)
+    total = exponentials.sum(-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + most[..., 0]
+    p = exponentials / np.where(total == 0, 1, total)[..., None]
+    y = np.einsum("bhts,bshd->bthd", rounded(p), v)
+    dp = np.einsum("bthd,bshd->bhts", dy, v)
+    delta = np.einsum("bthd,bthd->bht", rounded(y), dy) - case.dlse.astype(dtype)
+    delta = np.where(seen.any(-1), delta, 0)
+    ds = rounded(p * (dp - delta[..., None]))
+
+    def of_heads(x):
+        return x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)
+
+    results = {
+        "y": y,
+        "lse": lse,
+        "dq": dtype(case.scale) * np.einsum("bhts,bshd->bthd", ds, k),
+        "dk": dtype(case.scale) * of_heads(np.einsum("bhts,bthd->bshd", ds, q)),
+        "dv": of_heads(np.einsum("bhts,bthd->bshd", rounded(p), dy)),
+    }
+    return {name: rounded(x) if working and name != "lse" else x for name, x in results.items()}
+
+
+def check_case(case, folder, **options):
+    got, exact, plain = run(case, folder, **options), formula(case, False), formula(case, True)
+    sees = case.seen.any(-1)
+    assert (np.isneginf(got["lse"]) == ~sees).all()
+    for results in (got, exact, plain):
+        results["lse"] = np.where(sees, results["lse"], 0)
+    for name, x in got.items():
+        check(x, exact[name], plain[name], dtype=np.float32 if name == "lse" else case.kernel.numpy, name=name)
+
+
+def spoiled(case, spoils):
+    """The case with values that are not finite in rows of its arrays: {array: [(row, value)]}."""
+    arrays = {name: getattr(case, name).copy() for name in spoils}
+    for name, rows in spoils.items():
+        for row, value in rows:
+            if name == "dlse":
+                arrays[name][:, :, row] = value
+            else:
+                arrays[name][:, row] = value
+    return dataclasses.replace(case, **arrays)
+
+
+def reached(case, spoils):
+    """For each result, the rows (batch, row, heads of queries) that depend on spoiled ones."""
+    seen = case.seen
+
+    def rows(name, count):
+        is_spoiled = np.zeros(count, bool)
+        is_spoiled[[row for row, _ in spoils.get(name, [])]] = True
+        return is_spoiled
+
+    queries, keys = seen.shape[2:]
+    of_key = (seen & rows("k", keys)).any(-1) | (rows("q", queries) & seen.any(-1))  # probabilities
+    of_value = of_key | (seen & rows("v", keys)).any(-1)
+    of_slope = of_value | ((rows("dy", queries) | rows("dlse", queries)) & seen.any(-1))
+    of_dv = of_key | (rows("dy", queries) & seen.any(-1))
+
+    def seen_by(of):
+        return (seen & of[..., None]).any(2)
+
+    return {
+        "y": of_value,
+        "lse": of_key,
+        "dq": of_slope,
+        "dk": seen_by(of_slope),
+        "dv": seen_by(of_dv),
+    }
+
+
+def bits(x):
+    return np.ascontiguousarray(x).view(np.uint16 if x.itemsize == 2 else np.uint32)
+
+
+def check_spoiled(case, folder, spoils, **options):
+    """Rows that do not depend on spoiled ones are bit for bit those without them; others are not finite.
+
+    Others of the same document may be NaN too: a mark is that of a whole row.
+    """
+    clean, got = run(case, folder), run(spoiled(case, spoils), folder, **options)
+    must = reached(case, spoils)
+    everything = {name: [row for rows in spoils.values() for row in rows] for name in ("q", "k", "v", "dy", "dlse")}
+    may = reached(case, everything)
+    groups = case.q.shape[2] // case.k.shape[2]
+    for name, x in got.items():
+        is_bad, same = ~np.isfinite(x.astype(np.float32)), bits(x) == bits(clean[name])
+        if name != "lse":
+            is_bad, same = is_bad.swapaxes(1, 2), same.swapaxes(1, 2)
+        else:
+            is_bad, same = is_bad[..., None], same[..., None]
+            same = same | np.isneginf(clean["lse"])[..., None] & np.isneginf(x)[..., None]
+            is_bad = is_bad & ~np.isneginf(clean["lse"])[..., None]
+        if name in ("dk", "dv"):
+            must[name], may[name] = (of[name].reshape(len(x), -1, groups, x.shape[1]).any(2) for of in (must, may))
+        assert must[name].any() or name in ("y", "lse", "dv"), name
+        assert is_bad.all(-1)[must[name]].all(), f"{name}: a row that depends on spoiled ones is finite"
+        assert same.all(-1)[~may[name]].all(), f"{name}: another document has changed"

@@ -1,0 +1,343 @@
+"""Attention's kernels themselves on the host (tests/emulated_sm90), forward and backward, against float64.
+
+Copies and products are early or late, and the threads' turns are in several orders, or some warps have none while
+others can go on: what is right in all of these does not hang on who is faster.
+"""
+
+import numpy as np
+import pytest
+from attention_cases import (
+    UNBOUNDED,
+    Kernel,
+    Mask,
+    Schedule,
+    bits,
+    case,
+    check_case,
+    check_spoiled,
+    common_headers,
+    run,
+)
+
+NAN, INF = float("nan"), float("inf")
+CAUSAL = Mask(right=0)
+# Copies as late as products are early, and the other way around; one CTA at a time, and three.
+LATE_COPIES, LATE_PRODUCTS = Schedule(1, -1, 0, 1, 0), Schedule(1, 0, 0, 0, 1)
+TOGETHER, AT_RANDOM = Schedule(3, -1, 0, 1, 0), Schedule(3, 7, 0, 0, 1)
+BOTH = pytest.mark.parametrize("schedule", [LATE_COPIES, AT_RANDOM], ids=["late_copies", "late_products"])
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return common_headers(tmp_path_factory.mktemp("attention"))
+
+
+def documents(*lengths, causal=True):
+    """Intervals (1, 2, queries) of documents in a row."""
+    ends = np.cumsum(lengths)
+    first = np.repeat(ends - lengths, lengths)
+    last = np.arange(ends[-1]) if causal else np.repeat(ends - 1, lengths)
+    return np.stack([first, last])[None]
+
+
+def whole(queries, keys, batch=1):
+    return np.broadcast_to(np.array([[0], [keys - 1]]), (batch, 2, queries))
+
+
+@pytest.mark.smoke
+def test_no_schedule_changes_a_bit(folder):
+    one = case(Kernel(), CAUSAL, queries=320, heads=2)
+    check_case(one, folder, schedule=LATE_PRODUCTS)
+    first = run(one, folder, schedule=LATE_PRODUCTS)
+    for schedule in (LATE_COPIES, TOGETHER, AT_RANDOM):
+        for name, x in run(one, folder, schedule=schedule).items():
+            np.testing.assert_array_equal(bits(x), bits(first[name]), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "head, value_head, left, right, queries, keys",
+    [
+        (64, 64, 70, 0, 330, 330),
+        (64, 64, UNBOUNDED, UNBOUNDED, 100, 290),
+        (64, 64, 40, 60, 290, 150),
+        (64, 64, UNBOUNDED, 150, 140, 290),
+        (64, 64, 20, -10, 200, 140),  # the first ten rows, and those after 160, see nothing
+        (40, 24, UNBOUNDED, 0, 150, 150),
+        (80, 80, 100, 0, 200, 200),
+        (128, 128, UNBOUNDED, 0, 270, 270),
+        (192, 128, UNBOUNDED, 0, 150, 150),
+        (256, 256, 90, 0, 210, 210),
+    ],
+)
+@BOTH
+def test_bands(folder, head, value_head, left, right, queries, keys, schedule):
+    check_case(case(Kernel(head, value_head), Mask(left, right), 1, queries, keys), folder, schedule=schedule)
+
+
+@pytest.mark.parametrize("head, lengths", [(64, (30, 3, 267, 100)), (128, (130, 150)), (256, (64, 128, 10))])
+@pytest.mark.parametrize("exactly", [True, False], ids=["exactly", "loosely"])
+@BOTH
+def test_documents(folder, head, lengths, exactly, schedule):
+    mask = Mask(intervals=documents(*lengths, causal=False), exactly=exactly)
+    check_case(case(Kernel(head, head, arrays=True), mask, queries=sum(lengths)), folder, schedule=schedule)
+
+
+@BOTH
+def test_ids_in_any_order(folder, schedule):
+    random = np.random.default_rng(1)
+    ids = {"query_ids": random.integers(0, 4, (2, 300)), "key_ids": random.integers(0, 3, (2, 170))}
+    kernel, mask = Kernel(arrays=True, ids=True, dtype="f16"), Mask(intervals=whole(300, 170, 2), **ids)
+    check_case(case(kernel, mask, 2, 300, 170), folder, schedule=schedule)
+
+
+@BOTH
+def test_second_intervals(folder, schedule):
+    """A prefix beside documents, for some rows nothing."""
+    intervals = np.concatenate([documents(140, 160), documents(300)], axis=1)
+    intervals[:, 2:] = np.array([0, 9])[:, None]
+    intervals[:, :, 40:50] = np.array([300, -1, 300, -1])[:, None]
+    kernel = Kernel(arrays=True, second=True)
+    check_case(case(kernel, Mask(intervals=intervals), queries=300), folder, schedule=schedule)
+
+
+@BOTH
+def test_dense_mask_and_bias(folder, schedule):
+    random = np.random.default_rng(1)
+    dense = random.random((1, 2, 200, 170)) < 0.3
+    dense[:, :, 40:44] = False
+    bias = random.standard_normal((2, 1, 200, 170)).astype(np.float32)
+    bias[random.random(bias.shape) < 0.1] = -INF
+    kernel, mask = (
+        Kernel(arrays=True, dense=True, bias=True),
+        Mask(intervals=whole(200, 170, 2), dense=dense, bias=bias),
+    )
+    check_case(case(kernel, mask, 2, 200, 170, heads=2), folder, schedule=schedule)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in_order", "in_any_order"])
+@BOTH
+def test_heads_of_queries_share_keys(folder, deterministic, schedule):
+    kernel = Kernel(128, 128, deterministic=deterministic)
+    check_case(case(kernel, CAUSAL, 1, 200, heads=4, groups=2), folder, schedule=schedule)
+
+
+@BOTH
+def test_splits(folder, schedule):
+    one = case(Kernel(split=True, dtype="f16"), CAUSAL, 2, 150, heads=4, groups=4, splits=2)
+    check_case(one, folder, schedule=schedule)
+
+
+@pytest.mark.parametrize("queries, keys", [(2200, 30), (30, 2200)])
+def test_more_tiles_than_a_word_has_bits(folder, queries, keys):
+    intervals = whole(queries, keys).copy()
+    i = np.arange(queries)
+    intervals[0, 0] = np.clip(i * 40, 0, keys - 1) if queries < keys else i % 7
+    intervals[0, 1] = np.clip(intervals[0, 0] + 700, 0, keys - 1)
+    one = case(Kernel(256, 256, arrays=True), Mask(intervals=intervals), 1, queries, keys)
+    check_case(one, folder, schedule=LATE_PRODUCTS)
+
+
+def low_scores():
+    """Scores about -128: exp2 of what is left of a score of 0, that of keys beyond the end, is not finite."""
+    one = case(Kernel(), Mask(), 1, 128, 150)
+    one.q[...] = one.q * 0.1 + 4
+    one.k[...] = one.k * 0.1 - 4
+    return one
+
+
+def test_keys_beyond_the_end(folder):
+    check_case(low_scores(), folder)
+
+
+# ---- values that are not finite
+
+LENGTHS = (60, 3, 80, 50, 70, 37)
+SPOILS = {
+    "k": [(61, NAN), (150, INF)],
+    "v": [(70, NAN), (270, -INF)],
+    "q": [(62, INF), (147, NAN)],
+    "dy": [(141, NAN), (280, INF)],
+    "dlse": [(142, NAN), (290, INF)],
+}
+
+
+@pytest.mark.parametrize("which", ["all", *SPOILS])
+@pytest.mark.parametrize("head, causal", [(64, True), (128, False), (256, True)])
+def test_what_is_not_finite_stays_in_its_document(folder, head, causal, which):
+    mask = Mask(intervals=documents(*LENGTHS, causal=causal))
+    one = case(Kernel(head, head, arrays=True), mask, queries=300, heads=2, groups=2)
+    check_spoiled(one, folder, SPOILS if which == "all" else {which: SPOILS[which]}, schedule=AT_RANDOM)
+
+
+@pytest.mark.parametrize("exactly", [True, False], ids=["exactly", "loosely"])
+def test_what_is_not_finite_stays_in_its_document_whatever_the_order(folder, exactly):
+    order = np.random.default_rng(5).permutation(300)
+    ids = np.repeat(np.arange(len(LENGTHS)), LENGTHS)[None, order]
+    spoils = {name: [(int(np.argmax(order == row)), value) for row, value in rows] for name, rows in SPOILS.items()}
+    mask = Mask(intervals=whole(300, 300), query_ids=ids, key_ids=ids, exactly=exactly)
+    check_spoiled(case(Kernel(arrays=True, ids=True, dtype="f16"), mask, queries=300), folder, spoils)
+
+
+def in_a_whole_tile():
+    """A document with tiles that are seen entirely, beside one that shares a tile of theirs."""
+    return case(Kernel(arrays=True), Mask(intervals=documents(20, 420, causal=False)), queries=440)
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_what_is_not_finite_in_a_tile_seen_entirely(folder, name):
+    check_spoiled(in_a_whole_tile(), folder, {name: [(200, NAN), (390, INF)]})
+
+
+# ---- schedules
+
+CLEANERS, TURNS, PRODUCER = 0b1100, 0b10, 0b1
+
+
+def one_long_document():
+    """A run of tiles that are seen entirely, for which nobody waits for the cleaners."""
+    return case(Kernel(arrays=True), Mask(intervals=documents(20, 700, causal=False)), queries=720)
+
+
+@pytest.mark.parametrize("starved", [CLEANERS, TURNS, PRODUCER, 0x20, 0xF0, 0xF00])
+def test_no_warp_is_fast_enough_by_chance(folder, starved):
+    check_case(one_long_document(), folder, schedule=Schedule(3, 0, starved, 0, 1))
+
+
+# ---- planted faults
+
+
+def windowed():
+    return case(Kernel(), Mask(70, 0), queries=320)
+
+
+def longer():
+    return case(Kernel(), Mask(300, 0), queries=520, heads=2)
+
+
+def wide():
+    return case(Kernel(256, 256, arrays=True), Mask(intervals=documents(210, causal=False)), queries=210)
+
+
+def with_documents():
+    return case(Kernel(arrays=True), Mask(intervals=documents(*LENGTHS, causal=False)), queries=300)
+
+
+WRONG = r": .* (wrong|not finite)"
+DS_FENCE = """        ptx::fence_async_proxy();
+        // All of ds that"""
+PLANTED = {  # header, what stands there, what then does; the case that finds it, in which schedule, how
+    "forward_band": (
+        *("forward_sm90", "query - p.left, min(query + p.right,", "query - p.left, min(query + p.right + 1,"),
+        *(windowed, LATE_COPIES, "y" + WRONG),
+    ),
+    "forward_keys_beyond_the_end": (
+        *("forward_sm90", "min(query + p.right, p.keys - 1), 0, 0", "query + p.right, 0, 0"),
+        *(low_scores, LATE_COPIES, "y" + WRONG),
+    ),
+    "forward_values_not_awaited": (
+        *("forward_sm90", "        v_ring.wait_full(at);\n        sums(", "        sums("),
+        *(longer, LATE_COPIES, "ends before its copies"),
+    ),
+    "forward_values_given_back_early": (
+        "forward_sm90",
+        "wgmma::wait<0>();\n        wgmma::keep_behind_wait(o);\n        release(v_ring, at.slot);",
+        "release(v_ring, at.slot);\n        wgmma::wait<0>();",
+        *(longer, LATE_PRODUCTS, "y" + WRONG),
+    ),
+    "forward_sums_not_rescaled": (
+        *("forward_sm90", "o[i] *= factor[i / 2 % 2]", "o[i] *= factor[0]"),
+        *(windowed, LATE_COPIES, "y" + WRONG),
+    ),
+    "first_whole_tile_of_a_band": (
+        *("masks", "(max(0, last_row - before) + size - 1) / size", "max(0, last_row - before) / size"),
+        *(longer, LATE_COPIES, "y" + WRONG),
+    ),
+    "forward_cleaners_left_behind": (
+        *("forward_sm90", "4 * consumers + (has_arrays ? 2 : 0)", "4 * consumers"),
+        *(one_long_document, Schedule(1, 0, CLEANERS, 0, 1), "nothing goes on"),
+    ),
+    "backward_band": (
+        *("backward_sm90", "{query - p.left, min(query", "{query - p.left + 1, min(query"),
+        *(windowed, LATE_COPIES, "d." + WRONG),
+    ),
+    "backward_swizzle": (
+        *("backward_sm90", "((j % 8 * 16 + store_column) ^ store_swizzle)", "(j % 8 * 16 + store_column)"),
+        *(windowed, LATE_COPIES, "dq" + WRONG),
+    ),
+    "backward_keys_beyond_the_end": (
+        *("backward_sm90", "tiles.is_partial() || key + keys > p.keys", "tiles.is_partial()"),
+        *(low_scores, LATE_COPIES, "dq" + WRONG),
+    ),
+    "backward_expected_bytes": (
+        *("backward_sm90", "q_bytes + dy_bytes + vectors * vector_bytes", "q_bytes + dy_bytes"),
+        *(windowed, LATE_PRODUCTS, "more arrives at an mbarrier"),
+    ),
+    "backward_ds_not_fenced": (
+        *("backward_sm90", DS_FENCE, "        // All of ds that"),
+        *(windowed, LATE_COPIES, "not fenced"),
+    ),
+    "backward_dp_not_awaited": (
+        *("backward_sm90", "wgmma::wait<1>();  // dp^T", "// dp^T"),
+        *(windowed, LATE_PRODUCTS, "d." + WRONG),
+    ),
+    "backward_ds_in_one_buffer": (
+        *("backward_sm90", "if constexpr (!is_wide) buffer ^= ds_bytes;", ""),
+        *(windowed, Schedule(1, 0, 0xF00, 0, 1), "dq" + WRONG),
+    ),
+    "backward_wide_ds_overwritten": (
+        *("backward_sm90", "if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);", ""),
+        *(wide, Schedule(1, 0, 0x20, 0, 1), "dq" + WRONG),
+    ),
+    "turns_not_awaited": (
+        *("backward_sm90", "ptx::load_acquire(turn) != before", "ptx::load_acquire(turn) < 0"),
+        *(longer, Schedule(3, -1, 0, 0, 1), "turns|dq" + WRONG),
+    ),
+    "turns_not_passed_on": (
+        *("backward_sm90", "ptx::store_release(turn, rank + 1);", "ptx::store_release(turn, rank);"),
+        *(windowed, TOGETHER, "nothing goes on"),
+    ),
+    "second_turn_stores": (
+        *("backward_sm90", "before == 0);", "before <= 1);"),
+        *(windowed, LATE_COPIES, "dq" + WRONG),
+    ),
+    "turns_count_themselves": (
+        *("masks", "(1u << tile % 32) - 1", "(2u << tile % 32) - 1"),
+        *(one_long_document, LATE_COPIES, "nothing goes on"),
+    ),
+    "finish_half": (
+        *("passes", "(queries == 128 ? 64 * half : 0)", "0"),
+        *(windowed, LATE_COPIES, "dq" + WRONG),
+    ),
+    "cotangent_of_lse": (
+        *("passes", "delta -= p.dlse[from]", "delta += p.dlse[from]"),
+        *(windowed, LATE_COPIES, "d." + WRONG),
+    ),
+    "marks_of_keys_lost": (
+        *("masks", "marks[word] |= marked;", "marks[word] = marked;"),
+        *(with_documents, LATE_COPIES, "another document has changed"),
+    ),
+    "infinity_is_finite": (
+        *("masks", "0x00800080u", "0x00400040u"),
+        *(with_documents, LATE_COPIES, "another document has changed"),
+    ),
+    "marked_rows_are_zeros": (
+        *("masks", "(warp * own_words + word), marks[word])", "(warp * own_words + word), 0)"),
+        *(with_documents, LATE_COPIES, "is finite"),
+    ),
+    "statistics_not_marked": (
+        *("backward_sm90", "lse != lse || !(fabsf(delta) < infinity()) ||", "lse != lse ||"),
+        *(with_documents, AT_RANDOM, "another document has changed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(folder, name):
+    header, right, wrong, make, schedule, message = PLANTED[name]
+    options = {"schedule": schedule, "fault": (header, right, wrong)}
+    with pytest.raises(AssertionError, match=message):
+        if make is with_documents:
+            spoils = {"dlse": SPOILS["dlse"]} if name == "statistics_not_marked" else SPOILS
+            check_spoiled(make(), folder, spoils, **options)
+        else:
+            check_case(make(), folder, **options)
