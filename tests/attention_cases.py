@@ -1,4 +1,4 @@
-"""Attention's kernels themselves on the host (tests/emulated_sm90), forward and backward, against float64."""
+"""Cases of attention's kernels on the host (tests/emulated_sm90): arrays, launches, and what these should give."""
 
 import ctypes
 import dataclasses
@@ -6,6 +6,7 @@ import functools
 import pathlib
 import shutil
 import subprocess
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +100,7 @@ class Problem(ctypes.Structure):
 
 
 ENTRIES = ("forward", "prepare", "backward", "finish_dq")  # in the order of their launches
-COMMAND = ("g++", "-std=c++20", "-O1", "-ftree-vectorize", "-w", "-fPIC", "-fno-gnu-unique")
+COMMAND = ("g++", "-std=c++20", "-Og", "-w", "-fPIC", "-fno-gnu-unique")
 
 
 def compiled(folder, *arguments):
@@ -108,18 +109,25 @@ def compiled(folder, *arguments):
         raise RuntimeError(done.stderr[:4000])
 
 
+class Fault(NamedTuple):
+    """A fault planted in the kernels' text."""
+
+    header: str  # attention_{header}.cuh
+    right: str  # what stands there, once
+    wrong: str
+
+
 @functools.cache
 def kernels(kernel, folder, fault=None):
-    """The library of kernels; with a fault planted in their text: the header, what stands there, what then does."""
+    """The library of these kernels; of ones with a `Fault` in their text."""
     at = folder / str(len(list(folder.iterdir())))
     at.mkdir()
     for path in HEADERS.glob("attention_*.cuh"):
         text = path.read_text()
-        if fault is not None and path.name == f"attention_{fault[0]}.cuh":
-            _, right, wrong = fault
-            if text.count(right) != 1:
-                raise RuntimeError(f"{path.name} has {right!r} {text.count(right)} times")
-            text = text.replace(right, wrong)
+        if fault is not None and path.name == f"attention_{fault.header}.cuh":
+            if text.count(fault.right) != 1:
+                raise RuntimeError(f"{path.name} has {fault.right!r} {text.count(fault.right)} times")
+            text = text.replace(fault.right, fault.wrong)
         (at / path.name).write_text(text)
     shutil.copy(folder / "attention.cc", at)
     (at / "tiles.h").write_text(kernel.text)

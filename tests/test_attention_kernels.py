@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import (
     UNBOUNDED,
+    Fault,
     Kernel,
     Mask,
     Schedule,
@@ -225,9 +226,13 @@ def with_documents():
 WRONG = r": .* (wrong|not finite)"
 DS_FENCE = """        ptx::fence_async_proxy();
         // All of ds that"""
-PLANTED = {  # header, what stands there, what then does; the case that finds it, in which schedule, how
+PLANTED = {  # a Fault; the case that finds it, in which schedule, how
     "forward_band": (
-        *("forward_sm90", "query - p.left, min(query + p.right,", "query - p.left, min(query + p.right + 1,"),
+        *(
+            "forward_sm90",
+            "query - p.left, min(query + p.right,",
+            "query - p.left, min(query + p.right + 1,",
+        ),
         *(windowed, LATE_COPIES, "y" + WRONG),
     ),
     "forward_keys_beyond_the_end": (
@@ -255,6 +260,10 @@ PLANTED = {  # header, what stands there, what then does; the case that finds it
     "forward_cleaners_left_behind": (
         *("forward_sm90", "4 * consumers + (has_arrays ? 2 : 0)", "4 * consumers"),
         *(one_long_document, Schedule(1, 0, CLEANERS, 0, 1), "nothing goes on"),
+    ),
+    "forward_marks_of_a_use_before": (
+        *("forward_sm90", "v_ring.wait_full(at);  // until the cleaners", "// until the cleaners"),
+        *(one_long_document, Schedule(3, 0, CLEANERS, 0, 1), "y" + WRONG),
     ),
     "backward_band": (
         *("backward_sm90", "{query - p.left, min(query", "{query - p.left + 1, min(query"),
@@ -333,8 +342,8 @@ PLANTED = {  # header, what stands there, what then does; the case that finds it
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(folder, name):
-    header, right, wrong, make, schedule, message = PLANTED[name]
-    options = {"schedule": schedule, "fault": (header, right, wrong)}
+    *fault, make, schedule, message = PLANTED[name]
+    options = {"schedule": schedule, "fault": Fault(*fault)}
     with pytest.raises(AssertionError, match=message):
         if make is with_documents:
             spoils = {"dlse": SPOILS["dlse"]} if name == "statistics_not_marked" else SPOILS

@@ -43,7 +43,7 @@ struct Factor {
 
 /// d = a b + (adds ? d : 0) for the 16 rows of the current warp; a(row of the 64, k).
 template <DType input, int b_is_mn_major, int registers, class A>
-void run(const emulated::Product& product, const A& a) {
+[[gnu::optimize("O3")]] void run(const emulated::Product& product, const A& a) {
   constexpr int columns = 2 * registers;
   const Factor<input, b_is_mn_major> b(product.b);
   const int first_row = threadIdx.x / 32 % 4 * 16;
@@ -83,7 +83,9 @@ void multiply(float (&d)[registers], ptx::uint64 a, ptx::uint64 b, int accumulat
   const auto run_it = [](const emulated::Product& product) {
     run<input, b_is_mn_major, registers>(product, Factor<input, a_is_mn_major>(product.a));
   };
-  issue({.a = a, .b = b, .adds = accumulate != 0, .run = run_it}, d, nullptr);
+  emulated::Product product;
+  product.a = a, product.b = b, product.adds = accumulate != 0, product.run = run_it;
+  issue(product, d, nullptr);
 }
 template <DType input, int b_is_mn_major, int registers>
 void multiply_fragment(float (&d)[registers], const ptx::uint32* a, ptx::uint64 b, int accumulate) {
@@ -94,7 +96,9 @@ void multiply_fragment(float (&d)[registers], const ptx::uint32* a, ptx::uint64 
       return input == DType::bf16 ? __uint_as_float(static_cast<ptx::uint32>(bits) << 16) : ptx::f16_to_float(bits);
     });
   };
-  issue({.a = 0, .b = b, .adds = accumulate != 0, .run = run_it}, d, a);
+  emulated::Product product;
+  product.b = b, product.adds = accumulate != 0, product.run = run_it;
+  issue(product, d, a);
 }
 
 inline void fence() {

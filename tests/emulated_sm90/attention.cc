@@ -1,6 +1,6 @@
 // The kernels of attention as their launches call them. The test defines Tiles, the Config of both.
-#include "threads.h"
-//
+#include "threads.h"  // first: it is compiled already
+// clang-format does not sort what follows in front of it.
 #include "attention_backward_sm90.cuh"
 #include "attention_forward_sm90.cuh"
 #include "attention_passes.cuh"

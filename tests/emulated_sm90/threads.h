@@ -42,18 +42,18 @@ struct Mbarrier {
 /// A product that the lanes of a warp have asked for: run(this), once all have and it is its time.
 struct Product {
   int lanes = 0;
-  float* d[32];
-  const unsigned* words[32];  // of a factor in registers
-  unsigned long long a, b;
-  bool adds;
-  void (*run)(const Product&);
+  float* d[32] = {};
+  const unsigned* words[32] = {};  // of a factor in registers
+  unsigned long long a = 0, b = 0;
+  bool adds = false;
+  void (*run)(const Product&) = nullptr;
 };
 struct Warp {
   Meeting meeting;
   unsigned exchanged[2][32][4];
-  std::map<int, Product> products;  // by number, until they have run
-  std::vector<int> group_ends;      // the number of the first product behind each group
-  int issued[32] = {}, groups[32] = {};
+  std::map<int, Product> products;         // by number, until they have run
+  std::vector<int> group_ends;             // the number of the first product behind each group
+  int issued[32] = {}, groups[32] = {};    // products that each lane has asked for, groups that it has ended
 };
 
 /// What threads have read or written in shared memory and not yet fenced: the copy engine and the tensor cores may see
@@ -123,11 +123,13 @@ static void leave() {
   setcontext(&loop);
   std::abort();
 }
+/// Waits while what is looked at `is` this value: of a number of a phase, which only counts up.
 static void wait_while(const int& is, int value) {
   if (is != value) return;
   current().blocks = &is, current().blocked_by = value;
   leave();
 }
+/// For a look at what changes without a barrier.
 static void poll() {
   current().polls = true;
   leave();
@@ -228,7 +230,7 @@ static std::string launch(unsigned blocks, unsigned threads, unsigned shared_byt
     bool goes_on = false;
     for (const bool starved : {false, true}) {
       if (goes_on) continue;
-      for (const auto [one, thread] : turns)
+      for (const auto& [one, thread] : turns)
         if (fault.empty() && (schedule.starved >> thread / 32 & 1) == starved) goes_on = run(*one, thread) || goes_on;
     }
     for (auto one = resident.begin(); one != resident.end();)
