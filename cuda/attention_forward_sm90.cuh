@@ -289,6 +289,7 @@ struct Forward {
   }
   /// Probabilities of a tile that is seen in part, when its values are clean: those of marked rows become NaN.
   __device__ __forceinline__ void mark(uint32 (&w)[words], RingPosition<stages> at) const {
+    v_ring.wait_full(at);  // until the cleaners have done with the slot's use before, whose parity is the other
     ptx::mbarrier_wait(clean(at.slot), at.phase);
     if (!Clean::has_marks(marks(at.slot))) return;
 #pragma unroll
