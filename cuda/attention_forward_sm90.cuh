@@ -312,7 +312,8 @@ struct Forward {
       m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFu, m, 2));
       factor[r] = ptx::exp2_unit((maximum[r] - m) * unit);
       maximum[r] = m;
-      const float shift = -m * unit;
+      // A row that has seen nothing yet has no probabilities either: marked rows would make NaN of them.
+      const float shift = m == masked_score ? -infinity() : -m * unit;
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < keys / 4; ++j) {
