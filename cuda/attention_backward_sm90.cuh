@@ -56,7 +56,7 @@ struct Backward {
   static constexpr int own_chunks = is_wide ? chunks / 2 : chunks;  // of a consumer's dk
   static constexpr int own_value_chunks = is_wide ? value_chunks / 2 : value_chunks;
   static constexpr int registers = queries / 2, words = queries / 4;
-  static constexpr int dq_registers = is_wide ? 64 : 32, dq_part = 128 * dq_registers;
+  static constexpr int dq_part = 64 * (is_wide ? 128 : 64);  // of a consumer
 
   static constexpr int k_bytes = keys * chunks * 128, v_bytes = keys * value_chunks * 128;
   static constexpr int q_bytes = queries * chunks * 128, dy_bytes = queries * value_chunks * 128;
@@ -365,6 +365,15 @@ struct Backward {
     wgmma::commit();
   }
 
+  /// d (64 queries x 64 columns) = ds k, whose rows are both along the keys.
+  __device__ __forceinline__ static void over_keys(float (&d)[32], uint32 ds, uint32 k) {
+#pragma unroll
+    for (int step = 0; step < keys / 16; ++step)
+      wgmma::multiply<input, input, 1, 1>(d, wgmma::descriptor<keys>(ds + step * 16 * 128),
+                                          wgmma::descriptor<keys>(k + step * 16 * 128), step > 0);
+    wgmma::commit();
+  }
+
   __device__ __forceinline__ void consume(int consumer, int split) const {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int my_key = key + (is_wide ? 0 : 64 * consumer) + 16 * warp + lane / 4;
@@ -460,17 +469,23 @@ struct Backward {
       // of that tile may be overwritten.
       ptx::named_barrier_sync(is_wide ? ds_ready + consumer : ds_ready, is_wide ? 128 : 256);
       wgmma::fence();
-      float dq[dq_registers];
-#pragma unroll
-      for (int step = 0; step < keys / 16; ++step)
-        wgmma::multiply<input, input, 1, 1>(dq, wgmma::descriptor<keys>(dq_a + buffer + step * 16 * 128),
-                                            wgmma::descriptor<keys>(dq_b + step * 16 * 128), step > 0);
-      wgmma::commit();
+      float dq[32];
+      over_keys(dq, dq_a + buffer, dq_b);
       over_queries(dk, dw, q + my_columns);
       wgmma::wait<1>();  // dq, and dv before it
       wgmma::keep_behind_wait(dq);
       wgmma::keep_behind_wait(dv);
-      add(dq, head, query_tile, consumer, turn);
+      const bool stores = begins_turn(turn);
+      float* const to = dq_of(head, query_tile, consumer);
+      add(dq, to, stores);
+      if constexpr (is_wide) {  // the consumer's other columns
+        wgmma::fence();
+        over_keys(dq, dq_a, dq_b + keys * 128);
+        wgmma::wait<0>();
+        wgmma::keep_behind_wait(dq);
+        add(dq, to + 32 * 128, stores);
+      }
+      end_turn(turn);
       wgmma::wait<0>();
       wgmma::keep_behind_wait(dk);
       if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
@@ -561,31 +576,36 @@ struct Backward {
     }
   }
 
-  /// Adds a consumer's part of a tile to dq, in the order of its registers.
-  __device__ __forceinline__ void add(const float (&dq)[dq_registers], int head, int query_tile, int consumer,
-                                      RingPosition<turn_slots>& turn) const {
-    float* to = p.dq + ((static_cast<long long>(batch) * p.heads + head) * query_tiles() + query_tile) * 2 * dq_part +
-                consumer * dq_part + threadIdx.x % 128 * 4;
-    bool stores = false;
-    if constexpr (deterministic) {
-      turn_ring.wait_full(turn);
-      stores = Step{ptx::load_word(rank_at(turn.slot))}.tile() == 0;
-    }
+  /// Waits for this CTA's turn; whether it is the first to add to the tile of queries.
+  __device__ __forceinline__ bool begins_turn(RingPosition<turn_slots> turn) const {
+    if constexpr (!deterministic) return false;
+    turn_ring.wait_full(turn);
+    return Step{ptx::load_word(rank_at(turn.slot))}.tile() == 0;
+  }
+  __device__ __forceinline__ void end_turn(RingPosition<turn_slots>& turn) const {
+    if constexpr (!deterministic) return;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(added(turn.slot));
+    turn.advance();
+  }
+  /// Where a consumer's part of a tile of dq is: in the order of its registers, four a thread.
+  __device__ __forceinline__ float* dq_of(int head, int query_tile, int consumer) const {
+    const long long tile = (static_cast<long long>(batch) * p.heads + head) * query_tiles() + query_tile;
+    return p.dq + (tile * 2 + consumer) * dq_part + threadIdx.x % 128 * 4;
+  }
+  /// Adds 64 x 64 of dq, or stores them.
+  __device__ __forceinline__ static void add(const float (&dq)[32], float* to, bool stores) {
     if (stores) {
 #pragma unroll
-      for (int i = 0; i < dq_registers / 4; ++i)
+      for (int i = 0; i < 8; ++i)
         *reinterpret_cast<float4*>(to + i * 512) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
     } else {
 #pragma unroll
-      for (int i = 0; i < dq_registers / 4; ++i)
+      for (int i = 0; i < 8; ++i)
         ptx::add_in_memory(to + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
-    if constexpr (deterministic) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(added(turn.slot));
-      turn.advance();
-    }
   }
+
   /// dk or dv: of a width, from a column on.
   template <int width, int count>
   __device__ __forceinline__ void store(void* to, const float (&d)[count], int my_key, int column, int split,
