@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from tolerance import check
 
+from coda_jax.attend.kernel import BackwardTiles, ForwardTiles
+
 TESTS = pathlib.Path(__file__).resolve().parent
 HEADERS = TESTS.parent / "cuda"
 UNBOUNDED = 1 << 30
@@ -34,16 +36,12 @@ class Kernel:
     split: bool = False
 
     @property
-    def widest(self):
-        return max(self.head, self.value_head)
+    def forward(self):
+        return ForwardTiles.of(self.head, self.value_head, 1 << 20)
 
     @property
-    def forward(self):  # keys, consumers
-        return (128, 3) if self.widest <= 64 else (128, 2) if self.value_head <= 128 else (64, 2)
-
-    @property
-    def backward(self):  # dim, keys, queries
-        return (64, 128, 128) if self.widest <= 64 else (128, 128, 64) if self.widest <= 128 else (256, 64, 64)
+    def backward(self):
+        return BackwardTiles.of(self.head, self.value_head)
 
     @property
     def numpy(self):
@@ -51,7 +49,9 @@ class Kernel:
 
     @property
     def text(self):
-        (keys, consumers), (dim, of_keys, of_queries) = self.forward, self.backward
+        forward, backward = self.forward, self.backward
+        vectors = 2 + self.arrays * (4 if self.second else 2) + self.ids
+        forward_bytes, backward_bytes = forward.shared_bytes(self.arrays, self.ids), backward.shared_bytes(vectors)
         flags = {
             "has_arrays": self.arrays,
             "has_second": self.second,
@@ -62,15 +62,17 @@ class Kernel:
         return f"""
 struct Common {{
   static constexpr DType input = DType::{self.dtype}, bias_type = DType::f32;
-  static constexpr int head = {self.head}, value_head = {self.value_head}, stages = 2;
+  static constexpr int head = {self.head}, value_head = {self.value_head};
   static constexpr bool {", ".join(f"{name} = {int(is_set)}" for name, is_set in flags.items())};
 }};
 struct Tiles {{
   struct Forward : Common {{
-    static constexpr int keys = {keys}, consumers = {consumers};
+    static constexpr int keys = {forward.keys}, consumers = {forward.consumers};
+    static constexpr int stages = {forward.stages}, q_stages = {forward.q_stages}, shared_bytes = {forward_bytes};
   }};
   struct Backward : Common {{
-    static constexpr int dim = {dim}, keys = {of_keys}, queries = {of_queries};
+    static constexpr int dim = {backward.dim}, keys = {backward.keys}, queries = {backward.queries};
+    static constexpr int stages = {backward.stages}, shared_bytes = {backward_bytes};
     static constexpr bool deterministic = {int(self.deterministic)}, is_split = {int(self.split)};
   }};
 }};
@@ -81,10 +83,11 @@ class Schedule(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("resident", "order", "starved", "late_copies", "late_products")]
 
 
-COUNTS = ("batch", "queries", "keys", "heads", "key_heads", "padded_queries", "padded_keys", "left", "right", "splits")
+COUNTS = ("batch", "queries", "keys", "heads", "key_heads", "left", "right", "splits")
 ARRAYS = (
-    *("q", "k", "v", "dy", "dlse", "y", "lse", "intervals", "query_ids", "key_ids"),
-    *("needed", "full", "needed_rows", "full_rows", "needed_keys", "dense", "bias"),
+    *("q", "k", "v", "dy", "dlse", "y", "lse", "claimed", "intervals", "query_ids", "key_ids"),
+    *("needed", "full", "order", "needed_rows", "full_rows", "needed_keys", "order_of_keys", "positions"),
+    *("dense", "bias"),
     *("lse_2", "delta", "sums", "turns", "dk", "dv", "dq"),
 )
 
@@ -128,7 +131,7 @@ def kernels(kernel, folder, fault=None):
             if text.count(fault.right) != 1:
                 raise RuntimeError(f"{path.name} has {fault.right!r} {text.count(fault.right)} times")
             text = text.replace(fault.right, fault.wrong)
-        (at / path.name).write_text(text)
+        (at / path.name).write_text(text.replace("extern __shared__", "extern"))
     shutil.copy(folder / "attention.cc", at)
     (at / "tiles.h").write_text(kernel.text)
     compiled(at, f"-I{folder}", "-shared", "-o", "run.so", "attention.cc")
@@ -190,6 +193,11 @@ def tiles_of(seen, rows, columns, exactly=True):
     tiles = padded.reshape(*seen.shape[:2], size[0] // rows, rows, size[1] // columns, columns)
     needed, full = tiles.any((1, 3, 5)), tiles.all((1, 3, 5))
     return (needed, full) if exactly else (np.ones_like(needed), np.zeros_like(full))
+
+
+def most_first(needed):
+    """The order of tiles: those that see the most first."""
+    return np.argsort(-needed.sum(-1).reshape(-1), kind="stable").astype(np.int32)
 
 
 @dataclasses.dataclass
@@ -264,15 +272,15 @@ def run(case, folder, schedule=None, fault=None):
     library = kernels(kernel, folder, fault)
     (batch, queries, heads, _), keys, key_heads = q.shape, k.shape[1], k.shape[2]
     padded_queries, padded_keys = up_to(queries, 128), up_to(keys, 128)
-    (_, tile_keys, tile_queries), seen = kernel.backward, case.seen
+    tile_keys, tile_queries, seen = kernel.backward.keys, kernel.backward.queries, case.seen
     query_tiles = -(-queries // tile_queries)
-    dim_part = 128 * (64 if kernel.backward[0] == 256 else 32)
+    dim_part = tile_queries * kernel.backward.dim // 2
     sums = np.zeros((batch, heads, query_tiles, 2, dim_part), np.float32)
     of_split = (case.splits,) if kernel.split else ()
     of_result = np.float32 if kernel.split else kernel.numpy
     values = {name: getattr(case, name) for name in ("q", "k", "v", "dy", "dlse")}
     if kernel.arrays:
-        forward_tiles = tiles_of(seen, 64 * kernel.forward[1], kernel.forward[0], mask.exactly)
+        forward_tiles = tiles_of(seen, kernel.forward.rows, kernel.forward.keys, mask.exactly)
         needed, full = tiles_of(seen, tile_queries, tile_keys, mask.exactly)
         values |= {
             "needed": as_words(forward_tiles[0]),
@@ -280,7 +288,10 @@ def run(case, folder, schedule=None, fault=None):
             "needed_rows": as_words(needed.swapaxes(1, 2)),
             "full_rows": as_words(full.swapaxes(1, 2)),
             "needed_keys": as_words(needed),
+            "order": most_first(forward_tiles[0]),
+            "order_of_keys": most_first(needed.swapaxes(1, 2)),
         }
+        values["positions"] = np.argsort(values["order_of_keys"]).astype(np.int32)
         count = mask.intervals.shape[1]
         intervals = np.empty((batch, count, padded_queries), np.int32)
         intervals[:, ::2], intervals[:, 1::2] = keys, -1
@@ -296,6 +307,7 @@ def run(case, folder, schedule=None, fault=None):
         values["dense"] = mask.dense.astype(np.uint8)
     if kernel.bias:
         values["bias"] = mask.bias.astype(np.float32)
+    values["claimed"] = np.zeros(1, np.int32)
     made = {
         "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
         "lse": np.empty((batch, heads, queries), np.float32),
@@ -312,7 +324,7 @@ def run(case, folder, schedule=None, fault=None):
         values["sums"] = sums
     arrays = {name: guarded(x) for name, x in values.items()} | {name: guarded(x, True) for name, x in made.items()}
     problem = Problem(
-        **dict(zip(COUNTS, (batch, queries, keys, heads, key_heads, padded_queries, padded_keys), strict=False)),
+        **dict(zip(COUNTS, (batch, queries, keys, heads, key_heads), strict=False)),
         left=mask.left,
         right=mask.right,
         splits=case.splits,
@@ -328,7 +340,7 @@ def run(case, folder, schedule=None, fault=None):
         assert not wrong, f"{name}: {wrong}"
     for name, (memory, x) in arrays.items():
         assert is_intact(memory, x), f"something wrote beside {name}"
-        if name in values and name not in ("turns", "sums"):
+        if name in values and name not in ("claimed", "turns", "sums"):
             np.testing.assert_array_equal(x.view(np.uint8), np.ascontiguousarray(values[name]).view(np.uint8))
     got = {name: x for name, (_, x) in arrays.items()}
     if kernel.deterministic:

@@ -12,9 +12,9 @@ namespace coda::attention {
 unsigned char memory[1];  // shared: ptx::shared_address knows where it is
 }
 
-/// As tests/test_attention_kernels.py has it.
+/// As tests/attention_cases.py has it.
 struct Problem {
-  int batch, queries, keys, heads, key_heads, padded_queries, padded_keys, left, right, splits;
+  int batch, queries, keys, heads, key_heads, left, right, splits;
   int dense_sizes[4], bias_sizes[4];
   float scale;
   emulated::Schedule schedule;
@@ -22,8 +22,12 @@ struct Problem {
   const float* dlse;
   unsigned short* y;
   float* lse;
+  int* claimed;
   const int *intervals, *query_ids, *key_ids;
-  const unsigned *needed, *full, *needed_rows, *full_rows, *needed_keys;
+  const unsigned *needed, *full;
+  const int* order;
+  const unsigned *needed_rows, *full_rows, *needed_keys;
+  const int *order_of_keys, *positions;
   const unsigned char* dense;
   const void* bias;
   float *lse_2, *delta, *sums;
@@ -36,12 +40,10 @@ struct Problem {
   }
   attention::Broadcast broadcast(const int (&sizes)[4]) const { return {sizes[0], sizes[1], sizes[2], sizes[3]}; }
 };
-static int ceil_of(int count, int size) {
-  return (count + size - 1) / size;
-}
 static const char* run(const Problem& p, unsigned blocks, unsigned threads, int shared_bytes,
                        const std::function<void()>& kernel) {
   emulated::schedule = p.schedule;
+  if (shared_bytes == 0) emulated::schedule.resident = 1;
   static std::string fault;
   fault = emulated::launch(blocks, threads, ptx::first_address + shared_bytes, kernel);
   return fault.c_str();
@@ -49,42 +51,40 @@ static const char* run(const Problem& p, unsigned blocks, unsigned threads, int 
 
 extern "C" const char* forward(const Problem& p) {
   using Kernel = attention::Forward<Tiles::Forward>;
-  const int tiles = ceil_of(p.queries, Kernel::rows);
+  const int pieces = attention::tiles_of(p.queries, Kernel::rows) * p.batch * p.heads;
   const attention::ForwardParams params = {
       p.map(p.q, Tiles::Forward::head, p.heads, p.queries, Kernel::rows),
       p.map(p.k, Tiles::Forward::head, p.key_heads, p.keys, Kernel::keys),
       p.map(p.v, Tiles::Forward::value_head, p.key_heads, p.keys, Kernel::keys),
       p.y,
       p.lse,
-      {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.dense, p.bias},
+      p.claimed,
+      {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias},
       p.batch,
       p.queries,
       p.keys,
       p.heads,
       p.key_heads,
-      p.padded_queries,
-      p.padded_keys,
-      tiles,
-      ceil_of(ceil_of(p.keys, Kernel::keys), 32),
-      p.left,
-      p.right,
       p.broadcast(p.dense_sizes),
       p.broadcast(p.bias_sizes),
+      p.left,
+      p.right,
+      0,
       p.scale};
-  return run(p, tiles * p.batch * p.heads, Kernel::threads, Kernel::shared_bytes,
+  return run(p, min(pieces, 2), Kernel::threads, Kernel::shared_bytes,
              [&] { attention::forward<Tiles::Forward>(params); });
 }
 
 extern "C" const char* prepare(const Problem& p) {
-  const attention::PrepareParams params = {p.y,     p.dy,    p.lse,     p.dlse,  p.lse_2,
-                                           p.delta, p.batch, p.queries, p.heads, p.padded_queries};
-  return run(p, ceil_of(p.batch * p.padded_queries * p.heads, 4), 128, 0,
-             [&] { attention::prepare<Tiles::Backward>(params); });
+  using Kernel = attention::Prepare<Tiles::Backward>;
+  const attention::PrepareParams params = {p.y,     p.dy,    p.lse,     p.dlse, p.lse_2,
+                                           p.delta, p.batch, p.queries, p.heads};
+  const int blocks = p.batch * attention::padded(p.queries) / Kernel::rows * attention::tiles_of(p.heads, Kernel::heads);
+  return run(p, blocks, Kernel::threads, 0, [&] { attention::prepare<Tiles::Backward>(params); });
 }
 
 extern "C" const char* backward(const Problem& p) {
   using Kernel = attention::Backward<Tiles::Backward>;
-  const int query_tiles = ceil_of(p.queries, Kernel::queries), key_tiles = ceil_of(p.keys, Kernel::keys);
   const attention::BackwardParams params = {
       p.map(p.q, Tiles::Backward::head, p.heads, p.queries, Kernel::queries),
       p.map(p.k, Tiles::Backward::head, p.key_heads, p.keys, Kernel::keys),
@@ -92,8 +92,9 @@ extern "C" const char* backward(const Problem& p) {
       p.map(p.dy, Tiles::Backward::value_head, p.heads, p.queries, Kernel::queries),
       p.lse_2,
       p.delta,
-      {p.intervals, p.query_ids, p.key_ids, p.needed_rows, p.full_rows, p.dense, p.bias},
+      {p.intervals, p.query_ids, p.key_ids, p.needed_rows, p.full_rows, p.order_of_keys, p.dense, p.bias},
       p.needed_keys,
+      p.positions,
       p.sums,
       p.dk,
       p.dv,
@@ -103,26 +104,19 @@ extern "C" const char* backward(const Problem& p) {
       p.keys,
       p.heads,
       p.key_heads,
-      p.padded_queries,
-      p.padded_keys,
-      query_tiles,
-      key_tiles,
-      ceil_of(query_tiles, 32),
-      ceil_of(key_tiles, 32),
-      p.left,
-      p.right,
       p.broadcast(p.dense_sizes),
       p.broadcast(p.bias_sizes),
+      p.left,
+      p.right,
       p.splits,
       p.scale};
-  return run(p, key_tiles * p.batch * p.key_heads * p.splits, Kernel::threads, Kernel::shared_bytes,
-             [&] { attention::backward<Tiles::Backward>(params); });
+  return run(p, attention::tiles_of(p.keys, Kernel::keys) * p.batch * p.key_heads * p.splits, Kernel::threads,
+             Kernel::shared_bytes, [&] { attention::backward<Tiles::Backward>(params); });
 }
 
 extern "C" const char* finish_dq(const Problem& p) {
   using Kernel = attention::Backward<Tiles::Backward>;
-  const int tiles = ceil_of(p.queries, Kernel::queries);
-  const attention::FinishParams params = {p.sums,    p.turns, p.dq,  p.batch,
-                                          p.queries, p.heads, tiles, p.scale};
-  return run(p, p.batch * p.heads * tiles * 2, 128, 0, [&] { attention::finish_dq<Tiles::Backward>(params); });
+  const attention::FinishParams params = {p.sums, p.turns, p.dq, p.batch, p.queries, p.heads, p.scale};
+  return run(p, p.batch * p.heads * attention::tiles_of(p.queries, Kernel::queries) * 2, 128, 0,
+             [&] { attention::finish_dq<Tiles::Backward>(params); });
 }

@@ -9,7 +9,7 @@
 
 #define __device__
 #define __host__
-#define __shared__
+#define __shared__ static  // of one CTA at a time; dynamic shared memory is that of ptx_sm90.cuh
 #define __forceinline__ inline
 using std::max, std::min;
 
@@ -24,6 +24,9 @@ struct alignas(8) int2 {
 };
 struct alignas(16) int4 {
   int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
 };
 struct Place {
   unsigned x;

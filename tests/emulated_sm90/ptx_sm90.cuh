@@ -163,6 +163,8 @@ inline void bulk_load(uint32 target, const void* source, int bytes, uint32 barri
   copied(target, bytes, barrier, [=] { std::memcpy(at(target, bytes, 16), source, bytes); });
 }
 
+inline void tma_prefetch_map(const TensorMap&) {}
+
 // ---- global memory
 
 inline void store_release(int* flag, int value) {
@@ -222,6 +224,7 @@ CODA_NOT_RUN(load_matrices)
 CODA_NOT_RUN(pack_e4m3)
 CODA_NOT_RUN(pack_e5m2)
 CODA_NOT_RUN(store_2_bytes)
+CODA_NOT_RUN(store_async)
 CODA_NOT_RUN(store_pair)
 #undef CODA_NOT_RUN
 
@@ -229,4 +232,9 @@ CODA_NOT_RUN(store_pair)
 
 inline void __syncthreads() {
   coda::ptx::named_barrier_sync(0, blockDim.x);
+}
+inline int atomicAdd(int* to, int value) {
+  const int before = *to;
+  *to += value;
+  return before;
 }

@@ -276,3 +276,9 @@ inline unsigned __ballot_sync(unsigned, bool is_set) {
   for (int lane = 0; lane < 32; ++lane) bits |= all[lane][0] << lane;
   return bits;
 }
+inline bool __all_sync(unsigned mask, bool is_set) {
+  return __ballot_sync(mask, is_set) == mask;
+}
+inline bool __any_sync(unsigned mask, bool is_set) {
+  return __ballot_sync(mask, is_set) != 0;
+}
