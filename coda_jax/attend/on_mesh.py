@@ -189,14 +189,15 @@ class _KeyHeads:
 
     def taken(self, x: jax.Array) -> jax.Array:
         """The heads of x (B, S, K, D) that the device needs."""
-        return x if self.taken_heads is None else jnp.take(x, self.taken_heads, axis=2)
+        return x if self.taken_heads is None else jnp.take(x, self.taken_heads, axis=2, mode="clip")
 
     def placed(self, x: jax.Array) -> jax.Array:
-        """`taken` the other way: heads that the device does not have are 0."""
+        """`taken` the other way, for gradients: the sum of what the device has of each head, in one order; else 0."""
         if self.taken_heads is None:
             return x
-        zeros = jnp.zeros((*x.shape[:2], self.count, x.shape[3]), x.dtype)
-        return zeros.at[:, :, self.taken_heads].add(x)
+        is_of_head = self.taken_heads[:, None] == jnp.arange(self.count)
+        terms = jnp.where(is_of_head[..., None], x[:, :, :, None], 0)
+        return jnp.sum(terms, axis=2, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
 
 def lower_explicit(
