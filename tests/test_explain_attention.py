@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coda_jax as coda
+from coda_jax import ffi
 from coda_jax.attend import costs
 from coda_jax.attend.spec import MaskSpec
 from coda_jax.tools.attention import in_words
@@ -133,6 +134,26 @@ def test_over_automatic_axes_costs_are_not_known():
         found, (one,) = explained(loss, *types)
     assert one.over == ("data",) and one.flops is None and one.us is None and one.reason is None
     assert "on each device's part over data" in str(found)
+
+
+@needs_nvrtc
+def test_over_automatic_axes_costs_are_known_once_xla_has_partitioned(monkeypatch):
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("batch", "rows"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    of_queries, of_keys = (NamedSharding(mesh, P("batch", x)) for x in ("rows", None))
+    types = array(H, sharding=of_queries), array(K, sharding=of_keys), array(K, sharding=of_keys)
+    function = gradient(is_causal=True)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="No FFI handler registered for coda_launch"):  # on CPUs
+            lowered.compile()
+        _, (forward, backward) = explained(function, *types)
+    for one, products in ((forward, 4), (backward, 10)):
+        assert one.over == ("batch", "rows") and one.reason is None
+        assert one.flops == B * H * PAIRS * products * D // 4
+    assert forward.bytes_written == (SIZES["q"] + SIZES["lse"]) // 4
+    assert backward.bytes_written == SIZES["q"] // 4 + SIZES["k"]
 
 
 @needs_nvrtc

@@ -13,11 +13,12 @@ from jax.interpreters import mlir
 
 from coda_jax.attend import costs, kernel
 from coda_jax.attend.on_mesh import Form, lower_automatic, lower_explicit, parts_of_types
-from coda_jax.attend.primitive import FORMS, is_backward, lower_xla
+from coda_jax.attend.primitive import FORMS, is_backward, lower_xla, types_of
 from coda_jax.attend.spec import AttentionSpec
 from coda_jax.jaxprs.evaluate import bound, evaluate
 from coda_jax.jaxprs.walk import equations
 from coda_jax.lowering.cuda import is_of_several, routed
+from coda_jax.lowering.record import key_of, record, recorded
 from coda_jax.lowering.select import machine_reason, report_of, route_of, typed
 from coda_jax.lowering.xla_partitioner import with_own_attributes
 from coda_jax.primitives.fallbacks import is_strict
@@ -34,17 +35,19 @@ def form_of(
     primitive: jex_core.Primitive,
     strict: bool,
     yields: bool = False,
-    has_own_attributes: bool = False,
+    key: str | None = None,
 ) -> Form:
     """The form of attention of such arrays on one device: the kernel, or XLA's with a warning; strict, an error.
 
     Args:
       seen: how many pairs of each head see each other; None if it is not known.
       yields: as the kernel has it: whether the program runs on several devices, so that collectives need SMs.
-      has_own_attributes: whether the call stands in one that the partitioner replaces.
+      key: under which it is recorded, where the partitioner puts it in the place of a call.
     """
     types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arrays]
     reason = unsupported_reason(types, spec)
+    if key is not None:
+        record(key, Part(reason, tuple(types), tuple(types_of(primitive, *types, spec=spec))))
     if reason is not None:
         report(types, spec, reason, strict=strict)
         return functools.partial(FORMS[primitive], spec=spec)
@@ -55,12 +58,25 @@ def form_of(
         ),
         nanoseconds=_nanoseconds(types, seen, primitive),
     )
-    return with_own_attributes(run) if has_own_attributes else run
+    return run if key is None else with_own_attributes(run)
 
 
 def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     """Why the kernels cannot compute attention of such arguments, forward or backward; None if they can."""
     return kernel.unsupported_reason(avals[: 3 + len(spec.mask.fields)], spec)
+
+
+class Part(NamedTuple):
+    """What a device computes of attention that XLA has partitioned.
+
+    Attributes:
+      reason: why it takes XLA's form; None where it is the kernels.
+      arguments, results: types of the device's arrays.
+    """
+
+    reason: str | None
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...]
 
 
 class Selected(NamedTuple):
@@ -69,8 +85,8 @@ class Selected(NamedTuple):
     Attributes:
       reason: why it takes XLA's form; None where it is the kernels.
       over: the mesh axes over which each device runs it on its own part.
-      arguments, results: types of a device's arrays; None where they are known only when XLA has partitioned the
-        program.
+      arguments, results: types of a device's arrays, in the last plan that is known; None where they are known only
+        when XLA has partitioned the program.
     """
 
     reason: str | None
@@ -89,7 +105,8 @@ def selected(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec, 
     reason = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
     reason = reason or unsupported_reason(avals, spec)
     if route.is_automatic:
-        return Selected(reason, route.over)
+        *_, last = (None, *recorded(key_of(avals, spec)))
+        return Selected(reason, route.over) if last is None else Selected(reason or last.reason, route.over, *last[1:])
     if route.over:
         return Selected(reason, route.over, *parts_of_types(avals, results, spec))
     return Selected(reason, (), avals, results)
@@ -145,7 +162,7 @@ def _lower(
     form_of = functools.partial(form_of, primitive=primitive, strict=is_strict(), yields=is_of_several(ctx))
     if route.over:
         if route.is_automatic:
-            form_of = functools.partial(form_of, has_own_attributes=True)
+            form_of = functools.partial(form_of, key=key_of(ctx.avals_in, spec))
         lower = lower_automatic if route.is_automatic else lower_explicit
         return lower(ctx, *arrays, spec=spec, primitive=primitive, form_of=form_of)
     avals: Sequence[Any] = ctx.avals_in

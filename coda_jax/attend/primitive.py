@@ -178,6 +178,11 @@ def _backward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> lis
 _TYPES = {x: _backward_types if is_backward(x) else _forward_types for x in FORMS}
 
 
+def types_of(primitive: jex_core.Primitive, *avals: Any, spec: AttentionSpec) -> list[Any]:
+    """The types of a primitive's results."""
+    return _TYPES[primitive](*avals, spec=spec)
+
+
 def _batch(
     arrays: Sequence[jax.Array], dims: Sequence[int | None], *, spec: AttentionSpec, primitive: jex_core.Primitive
 ) -> tuple[list[jax.Array], list[int]]:

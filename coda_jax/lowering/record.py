@@ -1,7 +1,7 @@
-"""The plans of products in programs that are lowered or compiled already, for `coda.explain`.
+"""The plans of products and attention in programs that are lowered or compiled already, for `coda.explain`.
 
-How arrays are sharded over automatic mesh axes is known only while XLA compiles. What each device multiplies then is
-recorded here, under a key that a product has in any trace of the same function. A record has names and sizes alone. Of
+How arrays are sharded over automatic mesh axes is known only while XLA compiles. What each device computes then is
+recorded here, under a key that a call has in any trace of the same function. A record has names and sizes alone. Of
 more than `PRODUCTS` the oldest are dropped.
 """
 
@@ -13,7 +13,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import KernelConfig
 
 PRODUCTS, PLANS = 4096, 4  # the most that are recorded; plans of each
@@ -35,17 +34,17 @@ class Shard(NamedTuple):
 
 
 _lock = threading.Lock()  # XLA may ask in several threads
-_plans: collections.OrderedDict[str, list[Shard]] = collections.OrderedDict()
+_plans: collections.OrderedDict[str, list[Any]] = collections.OrderedDict()
 
 
-def key_of(avals: Sequence[Any], spec: GemmSpec) -> str:
-    """The key of a product of arguments of these types, whichever line or trace it comes from."""
+def key_of(avals: Sequence[Any], spec: Any) -> str:
+    """The key of a product, or another call with a spec, of arguments of these types, whatever trace it comes from."""
     types = [(aval.shape, aval.dtype, dict(aval.sharding.mesh.shape)) for aval in avals]
     return hashlib.sha256(f"{spec}\n{types}".encode()).hexdigest()
 
 
-def record(key: str, shard: Shard) -> None:
-    """Records how the product was planned; the latest plan is the last."""
+def record(key: str, shard: NamedTuple) -> None:
+    """Records how the product was planned, or what another call has in the place of a `Shard`; the latest is last."""
     with _lock:
         others = [plan for plan in _plans.pop(key, []) if plan != shard]
         _plans[key] = [*others, shard][-PLANS:]
@@ -53,7 +52,7 @@ def record(key: str, shard: Shard) -> None:
             _plans.popitem(last=False)
 
 
-def recorded(key: str) -> list[Shard]:
-    """The plans of a product so far; none where no program with it has been partitioned."""
+def recorded(key: str) -> list[Any]:
+    """The plans of a call so far; none where no program with it has been partitioned."""
     with _lock:
         return list(_plans.get(key, []))
