@@ -120,7 +120,7 @@ def test_export_of_symbolic_sizes():
 
 
 def test_the_scheduler_is_told_the_time():
-    """What all operations of a pass are said to take is the time of its FLOPs."""
+    """All operations of a pass together are said to take the time of its FLOPs."""
     q, kv = (jax.ShapeDtypeStruct((2, 8192, heads, 64), jnp.bfloat16) for heads in (32, 8))
     text = lowered(gradients, q, kv, kv)
     seen = 8192 * 8193 // 2

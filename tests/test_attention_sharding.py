@@ -177,7 +177,7 @@ def test_columns_of_heads_are_gathered(kind):
 
 @pytest.mark.smoke
 def test_inside_shard_map():
-    """Where all axes are manual a device's arrays are all that there is: the lowering of one device, without a plan."""
+    """The lowering is that of one device where all axes are manual: no plan, nothing moved."""
     mesh = mesh_of(EXPLICIT)
     spec = P("data", None, "model")
 
@@ -284,7 +284,7 @@ def for_gpus(function, types):
 @needs_nvrtc
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_kernels_inside_shard_map(monkeypatch, is_checked):
-    """What is computed for their masks, and their results, vary over the mesh axes over which the arrays do."""
+    """Their results, and what is computed for their masks, vary over the mesh axes over which the arrays do."""
     monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
     mesh, spec = mesh_of(EXPLICIT), P("data", None, "model")
     specs = (*(spec,) * 4, P("data"))

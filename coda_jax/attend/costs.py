@@ -1,4 +1,4 @@
-"""What attention costs: the pairs that its mask needs, their FLOPs, and about how long the kernels take."""
+"""The costs of attention: the pairs that its mask needs, their FLOPs, and about how long the kernels take."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
 
 
 class Part(NamedTuple):
-    """What a device computes of attention that XLA has partitioned.
+    """A device's part of attention that XLA has partitioned.
 
     Attributes:
       reason: why it takes XLA's form; None where it is the kernels.

@@ -178,7 +178,7 @@ class _KeyHeads:
 
     @classmethod
     def of(cls, heads: int, count: int, sharing: MeshAxes, mesh_sizes: Mapping[str, int]) -> _KeyHeads:
-        """Of a device with so many heads of queries, by the number of heads that its group of devices shares."""
+        """The heads of a device with so many heads of queries, by how many of keys its group of devices shares."""
         if not sharing:
             return cls(count, None)
         shards = math.prod(mesh_sizes[name] for name in sharing)
