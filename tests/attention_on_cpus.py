@@ -55,7 +55,7 @@ def partitioned_on_cpus():
     def form_of(arrays, spec, seen, *, primitive, **_):
         types = [jax.core.ShapedArray(x.shape, x.dtype) for x in arrays]
         records.append((is_backward(primitive), spec, types, seen))
-        return functools.partial(FORMS[primitive], spec=spec)
+        return functools.partial(FORMS[primitive], spec=spec, on_cpu=False)
 
     jax.clear_caches()
     for primitive in FORMS:

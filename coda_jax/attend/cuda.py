@@ -50,7 +50,7 @@ def form_of(
         record(key, Part(reason, tuple(types), tuple(types_of(primitive, *types, spec=spec))))
     if reason is not None:
         report(types, spec, reason, strict=strict)
-        return functools.partial(FORMS[primitive], spec=spec)
+        return functools.partial(FORMS[primitive], spec=spec, on_cpu=False)
     run = functools.partial(
         _timed,
         function=functools.partial(

@@ -248,7 +248,7 @@ def lower_automatic(
     """A call that calls back when XLA's partitioner has decided how its arrays are sharded."""
 
     def unsharded(*arrays: jax.Array) -> list[jax.Array]:
-        return FORMS[primitive](*arrays, spec=spec)
+        return FORMS[primitive](*arrays, spec=spec, on_cpu=False)
 
     def partition(
         arguments: Sequence[ShardedArray], results: Sequence[ShardedArray], sizes: Mapping[str, int]
