@@ -32,7 +32,7 @@ from flax_layers.models import (
 from flax_layers.moe import BalanceBias, MoE, RouterStatistics, load_balancing_loss, router_z_loss, update_balance_bias
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
-from flax_layers.packing import segment_positions
+from flax_layers.packing import Segments, segment_positions
 from flax_layers.project import project
 from flax_layers.rope_scaling import (
     DynamicRopeScaling,
@@ -80,6 +80,7 @@ __all__ = [
     "RopeScaling",
     "RouterStatistics",
     "SandwichNormBlock",
+    "Segments",
     "Stream",
     "TextCache",
     "TransformerBlock",

@@ -46,7 +46,7 @@ class Attention(nnx.Module):
     over all heads at once, as in OLMo 2. No tile has an entire row, so that is one pass over q and one over k, after
     products of their own, which have separate kernels then.
 
-    With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). JAX's attention by cuDNN has no cap. In
+    Attention is `coda.attention`. With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). In
     bfloat16, for caps up to 64 and without a mask or bias, it is products with epilogues
     (`flax_layers.capped_products`); else XLA computes it (`flax_layers.soft_capped`). Both work on a block of queries
     at a time.
@@ -80,8 +80,9 @@ class Attention(nnx.Module):
       kernel_init: initialiser of both.
       fp8: a `coda.fp8.Recipe` by which the products train in 8 bits; default in the compute dtype.
       implementation: that of jax.nn.dot_product_attention, or a function with its arguments, which may also take
-        segment_ids: see `flax_layers.attend`. Default: cuDNN where JAX runs on a GPU, computes in 16 bits and Dh is a
-        multiple of 8 up to 256, before Hopper up to 128; else XLA. Attention over a cache is always XLA's.
+        segment_ids: see `flax_layers.attend`. Default: `coda.attention`, but cuDNN where it was measured to be faster:
+        on a GPU, in 16 bits, where Dh is a multiple of 8 up to 256, before Hopper up to 128. A token alone over a cache
+        attends by XLA.
       rngs: source of keys.
 
     Raises:
@@ -225,7 +226,8 @@ class Attention(nnx.Module):
           mask: boolean, broadcastable to (B, H, T, T), True where a query may see a key; with is_causal both apply.
             Keys that no query sees, by a mask (B, 1, 1, T), are padding, which no text has.
           segment_ids: (B, T) or (T,) integers, as x; a position sees only those of its own segment, a run of equal
-            ids: for sequences packed into one row. Padding is a segment of its own.
+            ids: for sequences packed into one row. Padding is a segment of its own. Or `Segments`, which
+            several layers may share.
           cache: of the tokens before x (B, T, D), which are then seen too; see `init_cache`.
           bias: floats, broadcastable to (B, H, T, T), which are added to the scores, after a soft cap.
 

@@ -9,7 +9,7 @@ H query and Hkv key heads of width Dh; bytes a token and layer where stream and 
 | decoder_layer_input               | the residual stream that enters, its row sums  | 2 D + 4            |
 | query_proj, key_proj, value_proj  | as attention reads them, rotated               | 2 (H + 2 Hkv) Dh   |
 | norm_projection                   | a Linear of a norm, outside of attention, MLP  | 2 N                |
-| context                           | what attention returns; cuDNN's log-sum-exp    | 2 H Dh + 4 H       |
+| context                           | what attention returns, its log-sum-exp        | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
 | expert_rows                       | rows of tokens, sorted by their k experts      | 2 k D              |
 | mlpwi                             | gate and up before the activation (k experts)  | 4 F (4 k F)        |

@@ -241,7 +241,7 @@ def test_what_coda_attention_is_given(options, expected):
 
 @pytest.mark.smoke
 def test_a_window_beside_segments_without_a_mask():
-    """Of rows of several blocks, where the window reaches before a segment and not; also of a row alone."""
+    """The window reaches before a segment in some rows; a row alone has the same result."""
     check_module(
         attention(sliding_window=3),
         lambda m, x: m(x, segment_ids=SEGMENTS),

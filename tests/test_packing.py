@@ -13,6 +13,7 @@ from flax import nnx
 import coda_jax as coda
 import flax_layers as layers
 from coda_jax.jaxprs.walk import equations
+from flax_layers.attend import attend
 from flax_layers.models.language_model import LanguageModel
 from flax_layers.packing import Segments, counted_labels, labels_within_segments, segment_positions, segment_runs
 from tests.tiny_models import GPT2, LLAMA
@@ -42,6 +43,10 @@ def test_segments_of_rows():
     assert segments.first.tolist() == [[0, 0, 0, 3, 3, 5, 5, 7, 7, 7, 7, 7, 12, 12, 12, 12], [0] * 16]
     assert segments.last.tolist() == [[2, 2, 2, 4, 4, 6, 6, 11, 11, 11, 11, 11, 15, 15, 15, 15], [15] * 16]
     assert Segments.of(segments) is segments and segments.shape == (2, 16)
+    shifted = Segments(ids=segments.ids + 3, first=segments.first, last=segments.last)
+    arrays = [normal(i, 2, 16, 2, 8) for i in range(3)]
+    found, expected = (attend(*arrays, segment_ids=ids)[0] for ids in (shifted, IDS))
+    np.testing.assert_array_equal(found, expected)
     assert [x.dtype for x in jax.tree.leaves(segments)] == [jnp.int32] * 3
     for x, y in zip(jax.tree.leaves(Segments.of(IDS[0].astype(jnp.uint8))), jax.tree.leaves(segments), strict=True):
         np.testing.assert_array_equal(x, y[0])

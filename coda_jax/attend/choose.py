@@ -1,4 +1,4 @@
-"""Where cuDNN's attention is taken in the place of the kernels here, by what was measured."""
+"""The calls at which cuDNN's attention is taken in the place of the kernels here, by what was measured."""
 
 from __future__ import annotations
 
