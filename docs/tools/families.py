@@ -70,7 +70,7 @@ def row(name: str, config: LlamaConfig) -> list[str]:
     products = sum(ours.products.values()) - of_heads
     kernels = sum(count for one, count in ours.products.items() if not one.reason) - of_heads
     both = [text for found in (ours, theirs) for text in passes(found, is_capped=capped)]
-    return [name, str(products), str(kernels), *both, f"{of_heads} products" if capped else "cuDNN"]
+    return [name, str(products), str(kernels), *both, f"{of_heads} products" if capped else "`coda.attention`"]
 
 
 def explained(f: Callable[..., Any], state: Any, x: Any) -> coda.Explanation:
