@@ -111,7 +111,8 @@ def attend(
     if implementation is None:
         implementation = _implementation(q, k, soft_cap, is_causal, sliding_window, extras)
     if implementation is None:
-        return _by_coda(q, k, v, segments, mask, bias, is_causal, sliding_window, scale), cache
+        masks: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "mask": mask}
+        return _by_coda(q, k, v, segments=segments, bias=bias, scale=scale, **masks), cache
     return _by_jax(q, k, v, extras, options, is_causal, sliding_window, implementation, score_shape), cache
 
 
@@ -119,12 +120,13 @@ def _by_coda(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: Segments | None,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
+    *,
     is_causal: bool,
     sliding_window: int | None,
     scale: float | None,
+    segments: Segments | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     query_offset: jax.Array | None = None,
 ) -> jax.Array:
     """Attention by `coda.attention`, which names its result for policies."""
@@ -222,9 +224,8 @@ def _over_cache(
     assert cache.length is not None
     count: Any = q.shape[1]
     if implementation is None and options["soft_cap"] is None and isinstance(count, int) and count > 1:
-        offset = cache.length - count
-        arrays = q, cache.k, cache.v, None, None, None
-        return _by_coda(*arrays, True, sliding_window, options["scale"], query_offset=offset)
+        masks: dict[str, Any] = {"is_causal": True, "sliding_window": sliding_window}
+        return _by_coda(q, cache.k, cache.v, scale=options["scale"], query_offset=cache.length - count, **masks)
     slots = jnp.arange(cache.capacity)
     queries = (cache.length[:, None] - count + jnp.arange(count))[:, :, None]
     seen = slots <= queries
@@ -454,7 +455,9 @@ def _implementation(
     # allocated.
     if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
         return None
-    if q.shape[-1] % 8 or q.shape[-1] > _widest_head() or not isinstance(length, int):  # a symbolic one, in an export
+    if q.shape[-1] % 8 or q.shape[-1] > _widest_head():
+        return None
+    if not all(isinstance(x, int) for x in (length, k.shape[-3])):  # symbolic, in an export
         return None
     is_faster = prefers_cudnn(
         q.shape[-1],
