@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 import flax_layers as layers
 from flax_layers import sharding
+from flax_layers.attend import attend
 from flax_layers.checkpoints import load_peft_folder, save_peft_folder
 from tests.gemm_cases import assert_close
 
@@ -222,6 +223,27 @@ def test_each_device_has_the_key_heads_of_its_queries():
         got = nnx.jit(lambda model: model(TOKENS))(model)
     assert seen == [(HEADS // 4, 1)]
     assert_close(jax.device_get(got), wanted(values, "few", 8)[1][0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [P("fsdp", None, "tensor"), P(None, "fsdp", "tensor")], ids=str)
+def test_attention_lies_as_its_queries(spec):
+    """Rows or positions are cut, and heads; keys are whole. Packed rows with a window, forward and backward."""
+    shapes = ((2, 16, HEADS, HEAD_DIM), *((2, 16, 2, HEAD_DIM),) * 2)
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    segment_ids = jnp.repeat(jnp.arange(8), 4).reshape(2, 16)
+
+    def run(q, k, v, segment_ids):
+        y, pullback = jax.vjp(lambda *x: attend(*x, segment_ids=segment_ids, sliding_window=3)[0], q, k, v)
+        return y, pullback(jnp.cos(y))
+
+    want, mesh = jax.jit(run)(*arrays, segment_ids), mesh_of({"fsdp": 2, "tensor": 4})
+    with jax.set_mesh(mesh):
+        rows = P(spec[0])
+        lie = [NamedSharding(mesh, x) for x in (spec, rows, rows, rows)]
+        got = jax.jit(run)(*jax.device_put([*arrays, segment_ids], lie))
+    y, (dq, dk, _) = got
+    assert [jax.typeof(x).sharding.spec for x in (y, dq, dk)] == [P(*spec, None)] * 2 + [P(spec[0], None, None, None)]
+    assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
