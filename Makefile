@@ -77,7 +77,7 @@ gpu-test: $(STAMPS)/test # without a Hopper GPU it fails
 gpu-sanitize: $(STAMPS)/test
 	for tool in memcheck racecheck; do \
 	  XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    --target-processes application-only --kernel-name kernel_substring=coda_gemm \
+	    --target-processes application-only --kernel-name kernel_substring=coda_ \
 	    $(RUN) -m tests.gpu.sanitized || exit 1; \
 	done
 

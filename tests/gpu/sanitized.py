@@ -1,6 +1,7 @@
 """Every program once at sizes with edges, for compute-sanitizer: `make gpu-sanitize`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,40 @@ def run_operators() -> None:
         print(name, "ran", flush=True)
 
 
+def run_attention(name: str, widths: tuple[int, int], **options: Any) -> None:
+    """Attention over 300 tokens of 4 heads, forward and backward."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, 300, heads, width)).astype(jnp.bfloat16)
+        for i, (heads, width) in enumerate(((4, widths[0]), (2, widths[0]), (2, widths[1])))
+    )
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(coda.attention(q, k, v, implementation="cuda", **options).astype(jnp.float32))
+
+    jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v))
+    print("attention", name, widths, "ran", flush=True)
+
+
+def run_attentions() -> None:
+    """Each kernel of attention, with each kind of mask."""
+    ids = jnp.repeat(jnp.arange(5), 60)[None]
+    first = jnp.maximum(jnp.arange(300) - 70, 0)
+    kinds: dict[str, dict[str, Any]] = {
+        "causal": {"is_causal": True},
+        "in any order": {"is_causal": True, "config": coda.AttentionConfig(deterministic=False)},
+        "of documents": {"is_causal": True, "segment_ids": ids},
+        "of unsorted documents": {"segment_ids": ids % 2},
+        "of two intervals": {"mask": coda.Intervals(first, jnp.arange(300), first * 0, first * 0 + 9)},
+        "with a bias": {"bias": jnp.ones((1, 4, 300, 300)), "mask": jnp.ones((1, 1, 300, 300), bool)},
+    }
+    for name, options in kinds.items():
+        for widths in ((64, 64), (128, 128), (256, 256)):
+            run_attention(name, widths, **options)
+    run_attention("causal", (192, 128), is_causal=True)
+
+
 def main() -> None:
+    run_attentions()
     run_operators()
     for name in block_cases.FORMS:
         run_block(name)
