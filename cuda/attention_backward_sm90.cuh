@@ -488,6 +488,7 @@ struct Backward {
       end_turn(turn);
       wgmma::wait<0>();
       wgmma::keep_behind_wait(dk);
+      __syncwarp();  // all lanes have read the slot
       if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
       if constexpr (!is_wide) buffer ^= ds_bytes;
       if (++head == end_head) head = first_head;

@@ -231,6 +231,7 @@ struct Forward {
   }
   template <class AnyRing>
   __device__ __forceinline__ void release(const AnyRing& ring, int slot) const {
+    __syncwarp();  // all lanes have read it
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty(slot));
   }
 
