@@ -386,3 +386,33 @@ def test_experts_of_published_settings():
         coda.plan_costs(QWEN3_30B, tokens=64, mesh={"expert": 3}, tflops=650)
     with pytest.raises(ValueError, match="the expert axis has 2 devices, and the config has no experts"):
         coda.plan_costs(LLAMA_3_8B, tokens=64, mesh={"expert": 2}, tflops=650)
+
+
+def test_causal_attention():
+    """4 H D flops of a pair that sees each other, forward, and 10 backward; each device has its heads."""
+    seen = 2 * (8192 * 8193 // 2)  # of two sequences
+    for mesh, heads in (({"fsdp": 8}, 32), ({"tensor": 8}, 4)):
+        plain = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh=mesh, tflops=650)
+        found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh=mesh, tflops=650, length=8192)
+        assert found.ms("forward", "attention") == pytest.approx(4 * heads * 128 * seen / 500e9, rel=1e-3)
+        assert found.ms("backward", "attention") == pytest.approx(10 * heads * 128 * seen / 430e9, rel=1e-3)
+        for phase in ("forward", "backward"):
+            assert found.ms(phase) == plain.ms(phase) and not plain.ms(phase, "attention")
+            more = found.layer_ms(phase) - plain.layer_ms(phase)
+            assert more == pytest.approx(found.ms(phase, "attention"), rel=1e-6)
+        if hidden := plain.hidden_above("forward"):
+            assert found.hidden_above("forward") < hidden
+        assert "attention and what" in str(plain) and "attention and what" not in str(found)
+        assert "sequences of 8192" in str(found)
+    with pytest.raises(ValueError, match=r"tokens=16384 are no whole sequences of length=5000"):
+        coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, length=5000)
+
+
+@pytest.mark.parametrize("policy, runs", [("full", 2), ("save_qkv", 2), ("save_attention", 1), (("context",), 1)])
+def test_attention_runs_again_where_it_is_not_kept(policy, runs):
+    once, found = (
+        coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, length=8192, remat=x) for x in (None, policy)
+    )
+    forward = once.ms("forward", "attention")
+    again = found.ms("backward", "attention") - once.ms("backward", "attention")
+    assert again == pytest.approx((runs - 1) * forward)

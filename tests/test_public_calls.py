@@ -54,7 +54,8 @@ def test_results_are_made_by_keyword():
         products={}, others=2, notes={}, device=None, passes={}, attention={}, kept={}, advice=(), num_devices=1
     )
     assert nothing.kernels == 0 and nothing.as_dict()["others"] == 2
-    plan = coda.plan_costs(LLAMA, tokens=16, mesh={"tensor": 2}, bus_gbytes=100.0, tflops=700.0)
+    assert nothing == coda.Explanation(products={}, others=2, attention_calls={})
+    plan = coda.plan_costs(LLAMA, tokens=16, mesh={"tensor": 2}, bus_gbytes=100.0, tflops=700.0, length=8)
     assert plan == coda.PlanCosts(
         sizes=plan.sizes,
         tokens=16,
@@ -64,6 +65,7 @@ def test_results_are_made_by_keyword():
         bus_gbytes=100.0,
         tflops=700.0,
         steps=plan.steps,
+        length=8,
     )
     assert plan.ms("backward", part="head", over="tensor") == plan.ms("backward", part="head") > 0
     assert "no product" in str(coda.Tuning(path=pathlib.Path("tiles.json"), device="H200", products=()))

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named, fits, fraction_note, gib_of_chip
-from coda_jax.tools.plan_memory import gib_of, made_again
+from coda_jax.tools.plan_memory import gib_of, kept_names, made_again
 from coda_jax.tools.plan_steps import Links, Planner, Sizes, Step
 from coda_jax.tools.text import columns
 
@@ -66,7 +66,7 @@ class PlanCosts:
       network_gbytes, gpus_per_host: as given.
       in_host: by role, how many of the devices of one collective are in one host.
       param_dtype, gradient_dtype, optimizer_dtype, optimizer_states: of the arrays that are kept, as given.
-      remat: as given.
+      remat, length: as given.
     """
 
     sizes: Sizes
@@ -85,24 +85,25 @@ class PlanCosts:
     optimizer_dtype: str = "float32"
     optimizer_states: int = 2
     remat: str | tuple[str, ...] | None = None
+    length: int | None = None
 
     def ms(self, phase: str, what: str | None = None, *, part: str = "layer", over: str | None = None) -> float:
-        """Milliseconds in a phase of products or of one collective, `what`, or of all collectives if that is None."""
+        """Milliseconds in a phase of products, attention or a collective, `what`; of all collectives if it is None."""
         return sum(
             step.ms
             for step in self.steps
             if (step.part, step.phase) == (part, phase)
-            and (step.what == what if what else step.what != "products")
+            and (step.what == what if what else not step.is_computed)
             and over in (None, step.over)
         )
 
     def layer_ms(self, phase: str) -> float:
-        """Milliseconds with full overlap: the longer of products and overlapping collectives, plus all other ones."""
+        """Milliseconds with full overlap: the longer of what is computed and what may overlap it, plus all the rest."""
         return _overlapped([step for step in self.steps if (step.part, step.phase) == ("layer", phase)])
 
     @property
     def step_ms(self) -> float:
-        """The milliseconds of all layers and the head, without attention, with full overlap."""
+        """The milliseconds of all layers and the head with full overlap; of attention only if `length` is given."""
         layers_ms = self.layer_ms("forward") + self.layer_ms("backward")
         head = [[s for s in self.steps if (s.part, s.phase) == ("head", phase)] for phase in ("forward", "backward")]
         return self.sizes.layers * layers_ms + sum(map(_overlapped, head))
@@ -114,10 +115,10 @@ class PlanCosts:
         return self.tokens * devices / self.step_ms * 1e3
 
     def hidden_above(self, phase: str) -> int | None:
-        """Tokens on a device from which products hide all overlapping collectives; None if there are none."""
+        """Tokens on a device from which what is computed hides all overlapping collectives; None if there are none."""
         beside = sum(s.ms for s in self.steps if (s.part, s.phase) == ("layer", phase) and _hides(s))
-        products = self.ms(phase, "products")
-        return math.ceil(self.tokens * beside / products) if beside else None
+        computed = self.ms(phase, "products") + self.ms(phase, "attention")
+        return math.ceil(self.tokens * beside / computed) if beside else None
 
     @property
     def gib(self) -> dict[str, float]:
@@ -178,7 +179,7 @@ class PlanCosts:
         ]
         rows = [("part", "phase", "what", "of", "over", "MB", "GB/s", "ms", "beside")]
         for step in self.steps:
-            beside = "" if step.what == "products" else "products" if step.can_overlap else "nothing"
+            beside = "" if step.is_computed else "products" if step.can_overlap else "nothing"
             megabytes = f"{step.bytes / 1e6:.0f}" if step.bytes else ""
             gbytes = f"{step.gbytes:.0f}" if step.gbytes else ""
             rows.append(
@@ -188,13 +189,14 @@ class PlanCosts:
         for phase in ("forward", "backward"):
             above = self.hidden_above(phase)
             hidden = f"; hidden from {above} tokens a device on" if above else ""
+            attention = "" if self.length is None else f"attention {self.ms(phase, 'attention'):.2f}, "
             lines.append(
-                f"a layer {phase}: products {self.ms(phase, 'products'):.2f} ms, collectives {self.ms(phase):.2f}, "
-                f"at best {self.layer_ms(phase):.2f}{hidden}"
+                f"a layer {phase}: products {self.ms(phase, 'products'):.2f} ms, {attention}"
+                f"collectives {self.ms(phase):.2f}, at best {self.layer_ms(phase):.2f}{hidden}"
             )
         lines.append(
             f"a step at best {self.step_ms:.0f} ms, {self.tokens_per_second:.0f} tokens a second of all devices; "
-            "attention and what is elementwise left out"
+            f"{'attention and ' if self.length is None else ''}what is elementwise left out"
         )
         return "\n".join([*lines, self._memory()])
 
@@ -227,13 +229,13 @@ class PlanCosts:
 
 
 def _hides(step: Step) -> bool:
-    return step.what != "products" and step.can_overlap
+    return not step.is_computed and step.can_overlap
 
 
 def _overlapped(steps: list[Step]) -> float:
-    products = sum(step.ms for step in steps if step.what == "products")
+    computed = sum(step.ms for step in steps if step.is_computed)
     beside = sum(step.ms for step in steps if _hides(step))
-    return max(products, beside) + sum(step.ms for step in steps if step.what != "products" and not step.can_overlap)
+    return max(computed, beside) + sum(step.ms for step in steps if not (step.is_computed or step.can_overlap))
 
 
 def plan_costs(
@@ -254,11 +256,12 @@ def plan_costs(
     optimizer_dtype: Any = jnp.float32,
     optimizer_states: int = 2,
     remat: str | Iterable[str] | None = None,
+    length: int | None = None,
 ) -> PlanCosts:
     """The products and collectives of a Llama-like layer per device under FSDP, tensor, expert and data parallelism.
 
-    Weights are sent in bfloat16. Attention, which every scheme computes alike, is not counted, nor are the embedding
-    and elementwise operations.
+    Weights are sent in bfloat16. Attention is counted where `length` says how long sequences are; the embedding and
+    elementwise operations are not.
 
     Args:
       config: with Hugging Face's names, as in `flax_layers.LlamaConfig` and a model's config.json.
@@ -280,8 +283,9 @@ def plan_costs(
       optimizer_dtype, optimizer_states: of an optimizer's state, and how many arrays it has for each parameter: two for
         Adam, one for Muon or momentum.
       remat: what layers keep, as in `flax_layers`: None, which is all; "full", "save_qkv" or "save_attention"; or a
-        tuple of names of arrays. The backward pass then runs some products again, and gathers weights once more;
-        attention and sums of the stream that run again are not counted.
+        tuple of names of arrays. The backward pass then runs some products again, and attention, and gathers weights
+        once more; sums of the stream that run again are not counted.
+      length: tokens of a sequence, for causal attention by the kernels of `coda.attention`, at their expected rates.
 
     Raises:
       ValueError: a size that is missing or does not divide, an unknown role, device or policy, sequence parallelism
@@ -294,10 +298,18 @@ def plan_costs(
     for role, size in axes_of_roles:
         roles[role] = roles.get(role, 1) * size
     kind = device_named(device) if device else DEFAULT_DEVICE
-    positive = {"tokens": tokens, "bus_gbytes": bus_gbytes, "tflops": tflops, "network_gbytes": network_gbytes}
+    positive = {
+        "tokens": tokens,
+        "length": length,
+        "bus_gbytes": bus_gbytes,
+        "tflops": tflops,
+        "network_gbytes": network_gbytes,
+    }
     for name, value in {**positive, "gpus_per_host": gpus_per_host}.items():
         if value is not None and value <= 0:
             raise ValueError(f"plan_costs: {name}={value}; it must be positive")
+    if length is not None and tokens % length:
+        raise ValueError(f"plan_costs: {tokens=} are no whole sequences of {length=}")
     if optimizer_states < 0:
         raise ValueError(f"plan_costs: {optimizer_states=}; it must be at least 0")
     _check_divided(sizes, tokens, roles, sequence_parallel)
@@ -305,8 +317,21 @@ def plan_costs(
     links = Links(bus_gbytes, network_gbytes, gpus_per_host)
     in_host = roles | links.in_host(axes_of_roles)
     kept = remat if remat is None or isinstance(remat, str) or not isinstance(remat, Iterable) else tuple(remat)
-    again = made_again(sizes, kept)
-    planner = Planner(sizes, tokens, roles, sequence_parallel, kind, links, in_host, tflops, *widths, kept, again)
+    planner = Planner(
+        sizes,
+        tokens,
+        roles,
+        sequence_parallel,
+        kind,
+        links,
+        in_host,
+        tflops,
+        *widths,
+        kept,
+        made_again(sizes, kept),
+        length,
+        attends_again=kept is not None and "context" not in kept_names(kept),
+    )
     return PlanCosts(
         sizes,
         tokens,
@@ -324,6 +349,7 @@ def plan_costs(
         optimizer_dtype=np.dtype(optimizer_dtype).name,
         optimizer_states=optimizer_states,
         remat=kept,
+        length=length,
     )
 
 

@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coda_jax.attend import costs
+from coda_jax.attend.spec import MaskSpec
 from coda_jax.tiles.cost_model import GemmShape
 from coda_jax.tools.costs import bare_us
 
@@ -116,19 +119,19 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The products, or a collective, of one layer or of the head.
+    """The products, attention, or a collective, of one layer or of the head.
 
     Attributes:
       part: "layer" or "head".
       phase: "forward" or "backward".
-      what: "products", or the collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all".
+      what: "products", "attention", or the collective: "all-gather", "reduce-scatter", "all-reduce", "all-to-all".
       of: which arrays.
-      over: the role whose devices take part; "" for products.
-      bytes: of the array over all these devices, or on each device for an all-to-all; 0 for products.
+      over: the role whose devices take part; "" for what a device computes.
+      bytes: of the array over all these devices, or on each device for an all-to-all; 0 for what a device computes.
       ms: milliseconds, alone.
       can_overlap: whether it can run at the same time as the products: gathers of weights and sums of gradients can,
         but products wait for sums of the stream.
-      gbytes: the bus bandwidth assumed for `ms`, GB/s of a device; 0 for products.
+      gbytes: the bus bandwidth assumed for `ms`, GB/s of a device; 0 for what a device computes.
     """
 
     part: str
@@ -140,6 +143,11 @@ class Step:
     ms: float
     can_overlap: bool = True
     gbytes: float = 0.0
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether a device computes it alone: it is no collective."""
+        return self.what in ("products", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +198,13 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """The steps of a layer and of the head; `again` are the products that run again in the backward pass."""
+    """The steps of a layer and of the head.
+
+    Attributes:
+      again: the products that run again in the backward pass.
+      length: tokens of a sequence; None where attention is not counted.
+      attends_again: whether attention's forward pass runs again in the backward pass.
+    """
 
     sizes: Sizes
     tokens: int
@@ -204,12 +218,16 @@ class Planner:
     stream_bytes: int
     remat: Any = None
     again: tuple[str, ...] = ()
+    length: int | None = None
+    attends_again: bool = False
 
     def layer(self) -> Iterator[Step]:
         count, sizes = len(self.sizes.products), self.sizes
         for phase in ("forward", "backward"):
             of = f"{count if phase == 'forward' else 2 * count + len(self.again)} products"
             yield Step("layer", phase, "products", of, "", 0, self._products(phase))
+            if self.length is not None:
+                yield Step("layer", phase, "attention", f"sequences of {self.length}", "", 0, self._attention(phase))
             yield from self._weights("layer", phase, sizes.parameters_of_all_tokens, "weights")
             if sizes.experts:
                 expert_parameters = sizes.parameters_of_experts // self.experts_over
@@ -256,6 +274,18 @@ class Planner:
             runs = (forward,) if phase == "forward" else (dx, dw, *((forward,) if name in self.again else ()))
             total += sum(map(self._ms, runs))
         return total
+
+    def _attention(self, phase: str) -> float:
+        """Milliseconds of causal attention to a device's heads, by `coda.attention`'s kernels."""
+        assert self.length is not None
+        sizes, length = self.sizes, self.length
+        q = jax.ShapeDtypeStruct(
+            (self.tokens // length, length, sizes.heads // self.mesh["tensor"], sizes.head), jnp.bfloat16
+        )
+        seen = costs.pairs(MaskSpec(right=0), length, length)
+        passes = [False] if phase == "forward" else [True, *[False] * self.attends_again]
+        each = [(costs.flops((q, q, q), seen, is_backward=x) or 0, x) for x in passes]
+        return sum(costs.nanoseconds(flops, is_backward=x) for flops, x in each) / 1e6
 
     def _ms(self, shape: GemmShape) -> float:
         if self.tflops is not None:
