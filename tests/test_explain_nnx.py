@@ -44,7 +44,7 @@ def told(found):
     return (
         found.products,
         found.other_products,
-        found.attention,
+        found.attention_calls,
         found.totals,
         sum(found.passes.values()),
         sorted(one.bytes for one in found.kept),
@@ -79,7 +79,7 @@ jitted = nnx.jit(step)
 def test_what_a_step_leaves_in_its_model_is_a_result(form):
     nodes = made()
     found = coda.explain(form, *nodes, TOKENS, device="H100")
-    assert sum(one.is_backward for one in found.attention) and found.kernels > 20
+    assert sum(one.is_backward for one in found.attention_calls) and found.kernels > 20
     assert told(found) == told(expected())
     assert_untouched(*nodes)
     if form is jitted:  # and the model is as good as before
@@ -138,7 +138,7 @@ def test_a_function_that_jax_jits_leaves_nothing():
     """Its modules are copies: what it does to them is lost, and so is what that needed."""
     nodes = made()
     found = coda.explain(jax.jit(step), *nodes, TOKENS, device="H100")
-    assert not any(one.is_backward for one in found.attention) and found.memory.results == 4
+    assert not any(one.is_backward for one in found.attention_calls) and found.memory.results == 4
     assert_untouched(*nodes)
 
 
