@@ -67,6 +67,11 @@ def kernel_of(operation: str, target: str, attributes: str) -> str:
     return PRODUCT if triton or operation in products or re.search("cublas|gemm|matmul", target) else ""
 
 
+def count_ours(text: str) -> int:
+    """How many custom calls of the library an HLO program's text has."""
+    return sum(text.count(f'custom_call_target="{target}"') for target in OURS)
+
+
 # --- StableHLO
 
 

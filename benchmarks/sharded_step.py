@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from benchmarks import plain_llama, results, timing
+from benchmarks import hlo, plain_llama, results, timing
 from benchmarks.beside import by_class, kernels, overlap
 from benchmarks.train_step import check, compile_all, kernel_class
 from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant, form_of
@@ -188,7 +188,7 @@ def measure(scheme: Scheme, names: Sequence[str], options: Any) -> list[dict[str
         row: dict[str, Any] = {"model": "tiny" if options.tiny else options.model, "scheme": scheme.name}
         row |= {"devices": scheme.devices, "variant": one.name}
         row |= {"batch": shape[0], "length": shape[1], "layers": config.num_hidden_layers}
-        row |= {"kernels": text.count('custom_call_target="coda_gemm"'), "collectives": collectives(text)}
+        row |= {"kernels": hlo.count_ours(text), "collectives": collectives(text)}
         row |= {f"{name}_gib": round(size, 3) for name, size in one.memory_gib().items()}
         row |= {"loss": one.loss, "gradient_distance": one.distance, "compile_s": round(one.compile_seconds, 1)}
         row["failure"] = one.failure

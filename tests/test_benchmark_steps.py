@@ -11,6 +11,7 @@ from benchmarks import (
     beside,
     family_step,
     fused_models,
+    hlo,
     library_models,
     loss_curve,
     report,
@@ -292,13 +293,16 @@ ENTRY %main (a: bf16[4,8]) -> bf16[8,8] {
   %g.2 = ((bf16[4,8]{1,0}, f32[2]{0}), (bf16[8,8]{1,0}, f32[4]{0})) all-gather-start(%a, %b), channel_id=2
   %c.2 = (bf16[8,8]{1,0}, f32[8]{0}) custom-call(%d.1), custom_call_target="coda_gemm"
   %c.3 = bf16[8,8]{1,0} custom-call(%d.1), custom_call_target="__cudnn$fmhaSoftmax"
+  %c.4 = bf16[8,8]{1,0} custom-call(%c.3), custom_call_target="coda_launch", backend_config={name = "attention"}
+  %c.5 = f32[8]{0} custom-call(%c.4), custom_call_target="coda_launch", backend_config={name = "attention, backward"}
   %d.2 = (bf16[8,8]{1,0}, f32[4]{0}) all-gather-done(%g.2), metadata={}
   %w = (s32[]) while(%t), condition=%cond, body=%body
   ROOT %r = f32[16]{0} reduce-scatter(%x), dimensions={0}
 }
 """
     found = schedule.operations(text)
-    assert {name: "".join(one.letter for one in those) for name, those in found.items()} == {"main": "GgGPAgWS"}
+    assert {name: "".join(one.letter for one in those) for name, those in found.items()} == {"main": "GgGPAABgWS"}
+    assert hlo.count_ours(text) == 4
     assert schedule.bare_bytes(found["main"]) == (128 + (128 + 16) + 64, 128 + 64)
 
 

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from benchmarks import hlo
 from benchmarks.sharded_step import DEFAULTS, MODELS, Scheme, collectives, schemes, use_whole_gpus
 from benchmarks.variants import VARIANTS, Parameters, step
 from coda_jax.tiles.table import as_if_attached
@@ -131,7 +132,7 @@ class Operation(NamedTuple):
 
 _BEGINS = {"all-gather": "G", "reduce-scatter": "S", "all-reduce": "R", "all-to-all": "X", "collective-permute": "X"}
 _LINE = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
-_CALLS = {"coda_gemm": "P", "__cudnn$fmhaSoftmax": "A", "__cudnn$fmhaSoftmaxBackward": "B"}
+_ATTENTION = {hlo.ATTENTION: "A", hlo.ATTENTION_BACKWARD: "B"}
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "f64": 8}
 
 
@@ -151,9 +152,8 @@ def operations(text: str) -> dict[str, list[Operation]]:
             elif kind in _BEGINS and part == "done":
                 current.append(Operation(_BEGINS[kind].lower(), 0, rest.split(")")[0].lstrip("%")))
             elif opcode == "custom-call" and (target := re.search(r'custom_call_target="([^"]*)"', rest)):
-                is_product = re.search("gemm|cublas|matmul", target[1])
-                if letter := _CALLS.get(target[1], "P" if is_product else ""):
-                    current.append(Operation(letter))
+                if kernel := hlo.kernel_of(opcode, target[1], rest):
+                    current.append(Operation(_ATTENTION.get(kernel, "P")))
             elif opcode == "fusion" and re.search("dynamic-slice-fusion|gemm_fusion", rest):
                 current.append(Operation("P"))
             elif opcode == "while":
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             program = compiled(scheme, name, options)
             text, memory = program.as_text(), program.memory_analysis()
-            kernels = text.count('custom_call_target="coda_gemm"')
+            kernels = hlo.count_ours(text)
             print(
                 f"{scheme.name} {scheme.devices} {name}: temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, "
                 f"arguments {memory.argument_size_in_bytes / 2**30:.2f}, kernels {kernels}, {collectives(text)}"
