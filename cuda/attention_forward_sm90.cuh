@@ -235,6 +235,12 @@ struct Forward {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty(slot));
   }
 
+  /// After ids in a slot of keys have been read by ordinary loads: TMA would refill it under them without the fence.
+  __device__ __forceinline__ void release_ids(int slot) const {
+    ptx::fence_async_proxy();
+    release(k_ring, slot);
+  }
+
   /// The keys that a query sees.
   using SeenBy = Seen<Config::has_second>;
   __device__ __forceinline__ SeenBy seen_by(int query, int batch) const {
@@ -372,7 +378,7 @@ struct Forward {
       if (step.is_last()) release(q_ring, q_at.slot);
       if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
       if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, at.slot);
-      if constexpr (Config::has_ids) release(k_ring, at.slot);
+      if constexpr (Config::has_ids) release_ids(at.slot);
       exponentials(s, maximum, total, factor, unit);
       pack(s, w);
 #pragma unroll 1
@@ -394,7 +400,7 @@ struct Forward {
         if (step.is_last()) release(q_ring, q_at.slot);
         if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
         if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, next.slot);
-        if constexpr (Config::has_ids) release(k_ring, next.slot);
+        if constexpr (Config::has_ids) release_ids(next.slot);
         exponentials(s, maximum, total, factor, unit);
         wgmma::wait<0>();
         wgmma::keep_behind_wait(o);

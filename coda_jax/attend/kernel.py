@@ -43,7 +43,7 @@ class ForwardTiles:
 
     @classmethod
     def of(cls, head: int, value_head: int, queries: Any) -> ForwardTiles:
-        """Those of heads of these widths."""
+        """The tiles for heads of these widths."""
         if max(head, value_head) <= 64:
             # 192 queries where so many do not leave the last tile half empty.
             is_long = not isinstance(queries, int) or queries >= 2048 or queries % 192 > 128 or queries % 192 == 0
@@ -58,7 +58,7 @@ class ForwardTiles:
         return 64 * self.consumers
 
     def shared_bytes(self, has_arrays: bool, has_ids: bool) -> int:
-        """What `Forward` of attention_forward_sm90.cuh takes, which checks it."""
+        """Bytes that `Forward` of attention_forward_sm90.cuh takes, which checks it."""
         chunks, value_chunks = -(-self.head // 64), _value_chunks(self.value_head)
         tiles = self.q_stages * self.rows * chunks + self.stages * self.keys * (chunks + value_chunks)
         barriers = 2 * 16 * self.stages + 16 * self.q_stages + 8 * self.stages + 12 * 16 + 4 * self.stages
@@ -84,13 +84,13 @@ class BackwardTiles:
 
     @classmethod
     def of(cls, head: int, value_head: int) -> BackwardTiles:
-        """Those of heads of these widths."""
+        """The tiles for heads of these widths."""
         widest = max(head, value_head)
         dim, keys, queries = (64, 128, 128) if widest <= 64 else (128, 128, 64) if widest <= 128 else (256, 64, 64)
         return cls(head, value_head, dim, keys, queries)
 
     def shared_bytes(self, vectors: int) -> int:
-        """What `Backward` of attention_backward_sm90.cuh takes, which checks it."""
+        """Bytes that `Backward` of attention_backward_sm90.cuh takes, which checks it."""
         chunks = self.dim // 64
         value_chunks = 2 if self.dim == 256 and self.value_head <= 128 else chunks
         tiles = 128 * (self.keys + self.stages * self.queries) * (chunks + value_chunks)
