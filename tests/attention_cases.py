@@ -22,7 +22,7 @@ GUARD = 256  # bytes before and behind an array, which stay as they are
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What kernels are compiled for."""
+    """A choice of dtype, widths, tiles and masks for which kernels are compiled."""
 
     head: int = 64
     value_head: int = 64
@@ -183,7 +183,7 @@ def as_words(bits):
 
 
 def tiles_of(seen, rows, columns, exactly=True):
-    """Which tiles of (batch, heads, queries, keys) hold something that is seen, and which nothing else.
+    """Flags of tiles of (batch, heads, queries, keys): whether any of it is seen, and whether all of it is.
 
     Not `exactly`: all may hold something, and none is seen entirely.
     """
