@@ -7,8 +7,8 @@
 //   dq += ds k                                             (ds through shared memory), float32 in memory
 //
 // A CTA has a tile of keys of one head of keys in shared memory, and goes over all tiles of queries that see one of
-// them, and for each over the heads of queries that share the head: dk and dv stay in registers. Of
-// narrow heads a consumer has 64 of 128 keys; of wide ones both have the same 64 keys, and each half of the columns.
+// them, and for each over the heads of queries that share the head: dk and dv stay in registers. Of narrow heads a
+// consumer has 64 of 128 keys; of wide ones both have the same 64 keys, and each half of the columns.
 //
 // dq is added in the order of the accumulator's registers, 16 bytes a thread and instruction, and `finish_dq` brings it
 // into rows. It is added in one order, that of the tiles of keys, if the kernel is deterministic: a count for each tile
