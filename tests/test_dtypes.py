@@ -26,6 +26,7 @@ FP8 = np.dtype("float8_e4m3fn")
 NAMES = {*dtypes.TABLE, *(row.cuda for row in dtypes.TABLE.values())}
 # Comparisons with a dtype of JAX that mean this one and no class of dtypes.
 WITH_ONE_DTYPE = {
+    "attend/on_mesh.py": {"bfloat16"},  # whose range is float32's, so that sums are sent in it
     "epilogue/rounding.py": {"bfloat16"},  # how it is rounded
     "epilogue/elementwise.py": {"float32"},  # the type of registers
     "epilogue/flatten.py": {"float32"},

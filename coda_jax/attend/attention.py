@@ -14,9 +14,10 @@ from coda_jax.attend.masks import Intervals, Masks, Sizes
 from coda_jax.attend.primitive import attend
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec
 from coda_jax.epilogue.call_site import call_site
+from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_size
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_DTYPES = (*FLOATS, "float64")
 _IMPLEMENTATIONS = (None, "cuda", "xla", "cudnn")
 
 

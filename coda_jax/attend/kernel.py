@@ -19,7 +19,7 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
-from coda_jax.epilogue.dtypes import TABLE
+from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, is_of_8_bits
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.tiles.constants import NUM_SMS
 
@@ -27,7 +27,6 @@ _NO_BOUND = 1 << 30  # of a band, and of sizes
 _MOST_SORTED = 512  # tiles of keys whose order is by what they see
 _YIELDS = 4  # blocks for each multiprocessor, one after the other, beside collectives
 _ROWS = 128  # rows of arrays are padded to a multiple
-_BIAS_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +109,13 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     """Why the kernels cannot compute such a call; None if they can."""
     q, k, v = avals[:3]
     bias = spec.mask.arrays(avals[3 : 3 + len(spec.mask.fields)]).bias
-    if q.dtype.name not in ("bfloat16", "float16"):
+    if q.dtype.name not in FACTORS or is_of_8_bits(q.dtype):
         return f"its arrays are {q.dtype}; the kernels take bfloat16 and float16"
     widths = (q.shape[-1], v.shape[-1])
     if any(not isinstance(width, int) or width % 8 or not 0 < width <= 256 for width in widths):
         return f"heads have widths {widths}; the kernels take multiples of 8 up to 256"
-    if bias is not None and bias.dtype.name not in _BIAS_DTYPES:
-        return f"its bias is {bias.dtype}; the kernels take {', '.join(_BIAS_DTYPES)}"
+    if bias is not None and bias.dtype.name not in FLOATS:
+        return f"its bias is {bias.dtype}; the kernels take {', '.join(FLOATS)}"
     sizes = [size for x in (q, k) for size in x.shape[:3] if isinstance(size, int)]
     if any(size >= _NO_BOUND for size in sizes):
         return f"it has sizes {sizes}; the kernels take sizes below 2^30"
