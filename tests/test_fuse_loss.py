@@ -8,7 +8,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.jaxprs.walk import equations
-from tests import plain_models
+from tests import plain_models, tolerance
 from tests.plain_models import WIDTH, rms_norm
 from tests.test_fuse import largest_error
 
@@ -258,3 +258,105 @@ def test_a_number_of_tokens_that_is_not_known():
     types = [jax.ShapeDtypeStruct((*batch, *y.shape[1:]), y.dtype) for y in (x, labels)]
     exported = jax.export.export(jax.jit(coda.fuse(f)))(w, *types)
     assert largest_error(exported.call(w, x, labels), f(w, x, labels)) < 1e-5
+
+
+USED = 1030  # columns of the vocabulary, beside which the others are padding
+
+
+def padded(fill, *, is_flipped=False, rank=1, used=USED):
+    def logits(z):
+        columns = jax.lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + z.shape[-1:], rank - 1)
+        z = jnp.where(columns >= used, fill, z) if is_flipped else jnp.where(columns < used, z, fill)
+        return z
+
+    return logits
+
+
+PADDINGS = {
+    "number": padded(-1e9),
+    "flipped": padded(-1e9, is_flipped=True),
+    "infinite": padded(-jnp.inf),
+    "least": padded(jnp.finfo(jnp.float32).min),
+    "of_rows": padded(-1e4, rank=2),
+    "all_rows": lambda z: jnp.where(jax.lax.broadcasted_iota(jnp.int32, z.shape, 1) > USED - 1, -1e9, z),
+}
+
+
+def both_doors(f):
+    """Value and gradients of a function of x and w in plain JAX, of the fused function, and the fused gradient."""
+    plain = with_gradients(f)
+    return {"plain": plain, "gradient_of_fused": with_gradients(coda.fuse(f)), "fused_gradient": coda.fuse(plain)}
+
+
+def check_loss(f, x, w, *, operators):
+    """Values and gradients are plain JAX's by both doors, and the backward pass keeps no more; in bfloat16 too."""
+    found = {name: jax.jit(g)(x, w) for name, g in both_doors(f).items()}
+    for name in ("gradient_of_fused", "fused_gradient"):
+        for one, other in zip(jax.tree.leaves(found[name]), jax.tree.leaves(found["plain"]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.nanmax(jnp.abs(other))))
+    narrow = jax.tree.map(lambda y: y.astype(jnp.bfloat16), (x, w))
+    with jax.enable_x64(True):
+        exact = jax.jit(with_gradients(f))(*jax.tree.map(lambda y: y.astype(jnp.float64), narrow))
+        exact = jax.tree.map(np.asarray, exact)
+    in_16_bits = {name: jax.jit(g)(*narrow) for name, g in both_doors(f).items()}
+    for name in ("gradient_of_fused", "fused_gradient"):
+        leaves = (jax.tree.leaves(tree) for tree in (in_16_bits[name], exact, in_16_bits["plain"]))
+        for out, reference, plain in zip(*leaves, strict=True):
+            tolerance.check(out, reference.astype(np.float64), plain, name=name)
+    report = coda.fuse.report(f, *narrow)
+    assert sorted(name for one in report.products for name in one.epilogue) == sorted(operators)
+    assert report.fused.totals.kept_bytes <= report.plain.totals.kept_bytes
+
+
+@pytest.mark.parametrize("name", PADDINGS)
+def test_a_padded_vocabulary(name):
+    """Padding is set to a number far below all logits, as -1e9; it is not computed then."""
+    x, w, labels, _, mask = small_arguments(tokens=64)
+    labels = labels.at[:8].set(jnp.arange(8) * 3)
+
+    def f(x, w):
+        z = PADDINGS[name]((x @ w).astype(jnp.promote_types(x.dtype, jnp.float32)))
+        return jnp.sum(jnp.where(mask, LOSSES["integer_labels"](z, labels), 0.0)) / jnp.sum(mask)
+
+    check_loss(f, x, w, operators=["linear_cross_entropy"])
+
+
+@pytest.mark.parametrize("loss", ["integer_labels", "log_softmax", "one_hot", "logsumexp", "of_log_softmax_clip"])
+def test_labels_in_padding(loss):
+    """What is picked there is the padding's number, without a gradient; beyond it, what plain JAX has outside."""
+    x, w, labels, *_ = small_arguments()
+    labels = labels.at[8:12].set(jnp.asarray([USED - 1, USED, USED + 3, VOCABULARY - 1]))
+
+    def f(x, w):
+        each, summed = (SPELLINGS[loss](padded(-2e4)((i + 1) * x @ w), labels) for i in range(2))
+        return each, jnp.sum(summed[9:12]), jnp.sum(jnp.where(jnp.isnan(summed), 0.0, summed))
+
+    def with_cotangents(f):
+        def g(*args):
+            outputs, pull = jax.vjp(f, *args)
+            return outputs, pull((jnp.cos(jnp.arange(24.0)), jnp.float32(2.0), jnp.float32(0.5)))
+
+        return g
+
+    found, expected = (jax.tree.leaves(jax.jit(with_cotangents(g))(x, w)) for g in (coda.fuse(f), f))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert all(one.epilogue == ("token_logprobs",) for one in coda.fuse.report(f, x, w).products)
+
+
+@pytest.mark.parametrize(
+    "masked",
+    [padded(-100.0), padded(-1e9, used=VOCABULARY + 9), lambda z: jnp.where(jnp.arange(VOCABULARY) % 2 == 0, z, -1e9)],
+    ids=["near_logits", "beyond_the_columns", "of_other_columns"],
+)
+def test_masks_that_are_no_padding_stay(masked):
+    x, w, labels, *_ = small_arguments(tokens=64)
+    labels = labels.at[:8].set(jnp.arange(8) * 2)
+
+    def f(x, w):
+        z = masked((x @ w).astype(jnp.promote_types(x.dtype, jnp.float32)))
+        return jnp.mean(LOSSES["integer_labels"](z, labels))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+    assert "linear_cross_entropy" not in str(jax.make_jaxpr(fused)(x, w))

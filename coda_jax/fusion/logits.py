@@ -1,0 +1,91 @@
+"""Logits as a loss reads them: the result of a product, and what is done to it that the loss head does too.
+
+Columns behind the vocabulary are padding where they are set to a number that is far below all logits, -1e4 or less: its
+exponential is 0 beside theirs, and it has no gradient. Then the head projects to the vocabulary alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from coda_jax.fusion.dots import Dot, Equation
+from coda_jax.fusion.makers import Makers, kept_columns
+
+_GREATEST_FILL = -1e4  # of padding
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """A product's result with what is done to it.
+
+    Attributes:
+      arrays: the variables that are these logits, in several dtypes.
+      dot: the product.
+      product: its equation.
+      vocabulary: the columns that are no padding.
+      fill: the number that padding is set to; None where there is none.
+    """
+
+    arrays: frozenset[Any]
+    dot: Dot
+    product: Equation
+    vocabulary: Any
+    fill: float | None = None
+
+    @property
+    def columns(self) -> Any:
+        """Of the arrays."""
+        return next(iter(self.arrays)).aval.shape[-1]
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """The shape of the tokens."""
+        rows: tuple[Any, ...] = next(iter(self.arrays)).aval.shape[:-1]
+        return rows
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables that they are made of."""
+        return [self.dot.a, self.dot.b]
+
+    def factors(self, values: dict[Any, Any]) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        """x (..., D) and w of a head that has these logits, and its options."""
+        dot, x, w = self.dot, values[self.dot.a], values[self.dot.b]
+        columns = w.shape[0] if dot.transpose_b else w.shape[-1]
+        w = w.reshape(columns, -1) if dot.transpose_b else w.reshape(-1, columns)
+        if self.vocabulary != columns:
+            w = w[: self.vocabulary] if dot.transpose_b else w[:, : self.vocabulary]
+        return x.reshape(*x.shape[: dot.rows_a], -1), w, {"transpose_w": dot.transpose_b}
+
+
+def logits_of(makers: Makers, product: Equation, dot: Dot) -> Iterator[Logits]:
+    """A product's result, and what becomes of it step by step, each after what it is made of."""
+    (z,) = product.outvars
+    open_ = [Logits(frozenset(makers.casts(z)), dot, product, z.aval.shape[-1])]
+    while open_:
+        logits = open_.pop(0)
+        yield logits
+        open_ += _steps(makers, logits)
+
+
+def _steps(makers: Makers, logits: Logits) -> Iterator[Logits]:
+    """The logits after one step more."""
+    if logits.fill is None:
+        yield from _padded(makers, logits)
+
+
+def _padded(makers: Makers, logits: Logits) -> Iterator[Logits]:
+    """Logits whose columns behind a vocabulary are set to a number."""
+    for select in makers.read_by(logits.arrays, "select_n"):
+        mask, *cases = select.invars
+        kept = kept_columns(makers, mask) if len(cases) == 2 else None
+        if kept is None or cases[kept[1]] not in logits.arrays:
+            continue
+        fill = makers.constant(cases[not kept[1]])
+        if fill is not None and fill <= _GREATEST_FILL and 0 < kept[0] <= logits.vocabulary:
+            arrays = frozenset(makers.casts(select.outvars[0]))
+            yield dataclasses.replace(logits, arrays=arrays, vocabulary=kept[0], fill=fill)

@@ -1,0 +1,169 @@
+"""Who makes and who reads the variables of a jaxpr, and what is one array in other words: casts, views, constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from coda_jax.epilogue.dtypes import FLOATS
+from coda_jax.fusion.dots import Equation, variables
+
+VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"})
+
+
+class Makers:
+    """The equations of a jaxpr by the variables that they make and read."""
+
+    def __init__(self, jaxpr: core.Jaxpr):
+        equations: Sequence[Equation] = jaxpr.eqns
+        self.jaxpr, self.equations = jaxpr, equations
+        self._makers = {x: equation for equation in equations for x in equation.outvars}
+        self._numbers = {id(equation): i for i, equation in enumerate(equations)}
+        self._readers: dict[Any, list[Equation]] = {}
+        for equation in equations:
+            for x in dict.fromkeys(variables(equation.invars)):
+                self._readers.setdefault(x, []).append(equation)
+
+    def maker(self, x: Any) -> Equation | None:
+        """The equation that makes a variable; None for an argument or a literal."""
+        return None if isinstance(x, core.Literal) else self._makers.get(x)
+
+    def readers(self, x: Any) -> list[Equation]:
+        """The equations that read a variable, each once."""
+        return self._readers.get(x, [])
+
+    def number(self, equation: Equation) -> int:
+        return self._numbers[id(equation)]
+
+    def read_by(self, arrays: Iterable[Any], *names: str) -> list[Equation]:
+        """The equations of these names that read one of the variables, each once, in order."""
+        read_by = {id(e): e for x in arrays for e in self.readers(x) if e.primitive.name in names}
+        return [read_by[one] for one in sorted(read_by, key=lambda one: self._numbers[one])]
+
+    def casts(self, x: Any) -> set[Any]:
+        """The variable and what it is cast to, among floats of an epilogue's."""
+        found, open_ = {x}, [x]
+        while open_:
+            for equation in self.readers(open_.pop()):
+                if equation.primitive.name == "convert_element_type" and equation.outvars[0].aval.dtype.name in FLOATS:
+                    found.add(equation.outvars[0])
+                    open_.append(equation.outvars[0])
+        return found
+
+    def views(self, x: Any) -> set[Any]:
+        """The variable, and what is the same in another shape or by another name."""
+        found, open_ = {x}, [x]
+        while open_:
+            for equation in self.readers(open_.pop()):
+                if not is_view(equation):
+                    continue
+                (out,) = equation.outvars
+                if out not in found and out.aval.size == x.aval.size and out.aval.dtype.name in FLOATS:
+                    found.add(out)
+                    open_.append(out)
+        return found
+
+    def root(self, x: Any) -> tuple[Any, bool]:
+        """The variable that one is a view of, and whether its gradient is stopped, as of JAX's largest logit."""
+        passed, is_stopped = VIEWS | {"stop_gradient"}, False
+        while (maker := self.maker(x)) is not None and maker.primitive.name in passed:
+            source: Any = maker.invars[0]
+            if isinstance(source, core.Literal) or source.aval.size != x.aval.size:
+                break
+            is_stopped |= maker.primitive.name == "stop_gradient"
+            x = source
+        return x, is_stopped
+
+    def scalar(self, x: Any) -> Any:
+        """The number, or the variable (), that all elements of an array are; None if they are not known to be one."""
+        while not isinstance(x, core.Literal) and x.aval.shape:
+            maker = self.maker(x)
+            if maker is None or maker.primitive.name not in VIEWS:
+                return None
+            x = maker.invars[0]
+        return float(x.val) if isinstance(x, core.Literal) and np.ndim(x.val) == 0 else x
+
+    def constant(self, x: Any) -> float | None:
+        """The number that all elements of an array are, if that is known."""
+        while not isinstance(x, core.Literal):
+            maker = self.maker(x)
+            if maker is None or maker.primitive.name not in VIEWS:
+                return None
+            x = maker.invars[0]
+        return float(x.val) if np.ndim(x.val) == 0 else None
+
+    def counts_along_last(self, x: Any, rank: int) -> bool:
+        """True for integers 0, 1, 2 ... along the last axis, the same for all others."""
+        maker = self.maker(x)
+        if maker is None or x.aval.ndim != rank:
+            return False
+        dtype = x.aval.dtype  # of few bits it counts from the start again
+        if not jnp.issubdtype(dtype, jnp.integer) or x.aval.shape[-1] - 1 > jnp.iinfo(dtype).max:
+            return False
+        if maker.primitive.name == "broadcast_in_dim":
+            source = self.maker(maker.invars[0])
+            is_last = tuple(maker.params["broadcast_dimensions"]) == (rank - 1,)
+            return source is not None and source.primitive.name == "iota" and is_last
+        return maker.primitive.name == "iota" and maker.params["dimension"] == rank - 1
+
+    def row(self, x: Any) -> Any:
+        """The variable (V,), or (1, ..., V), that an array (..., V) has in each row; None if that is not seen."""
+        size = x.aval.shape[-1] if x.aval.shape else 0
+        while x.aval.size != size or x.aval.shape[-1] != size:
+            maker = self.maker(x)
+            if maker is None or maker.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+                return None
+            source: Any = maker.invars[0]
+            if isinstance(source, core.Literal) or source.aval.shape[-1:] != (size,):
+                return None
+            dimensions = maker.params.get("broadcast_dimensions", (x.aval.ndim - 1,))
+            if dimensions[-1] != x.aval.ndim - 1:
+                return None
+            x = source
+        return x
+
+    def behind(self, seeds: Iterable[Any]) -> set[Any]:
+        """The variables that depend on some, and these."""
+        found = set(seeds)
+        for equation in self.equations:
+            if not found.isdisjoint(variables(equation.invars)):
+                found |= set(equation.outvars)
+        return found
+
+
+def is_view(equation: Equation) -> bool:
+    """True for an equation whose result may be its argument in another shape or by another name."""
+    return equation.primitive.name in VIEWS or _takes_the_first(equation)
+
+
+def _takes_the_first(equation: Equation) -> bool:
+    """True for x[..., 0] of an x whose last axis has one element."""
+    if equation.primitive.name != "gather":
+        return False
+    x, sizes = equation.invars[0], equation.params["slice_sizes"]
+    numbers = equation.params["dimension_numbers"]
+    is_first = tuple(numbers.collapsed_slice_dims) == (x.aval.ndim - 1,) == tuple(numbers.start_index_map)
+    return is_first and x.aval.shape[-1] == 1 and tuple(sizes) == tuple(x.aval.shape)
+
+
+_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def kept_columns(makers: Makers, mask: Any) -> tuple[int, bool] | None:
+    """A number n and the value that a mask (..., V) has in the columns below n alone; None for another mask."""
+    row = makers.row(mask) if getattr(mask.aval, "shape", ()) and not isinstance(mask, core.Literal) else None
+    comparison = next((e for e in map(makers.maker, (row, mask)) if e and e.primitive.name in _FLIPPED), None)
+    if comparison is None:
+        return None
+    (left, right), name = comparison.invars, comparison.primitive.name
+    rank = comparison.outvars[0].aval.ndim
+    if not makers.counts_along_last(left, rank):
+        left, right, name = right, left, _FLIPPED[name]
+    limit = makers.constant(right)
+    if limit is None or not makers.counts_along_last(left, rank):
+        return None
+    return int(limit) + (name in ("le", "gt")), name in ("lt", "le")
