@@ -16,6 +16,7 @@ the difference, has none. In padding the padding's number is picked.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -82,7 +83,7 @@ class _Site:
     @property
     def arguments(self) -> list[Any]:
         """The variables that it reads."""
-        others = [] if self.sum is None else self.sum.others
+        others = [] if self.sum is None else self.sum.arguments
         return [*self.logits.arguments, self.labels, *others]
 
     @property
@@ -210,15 +211,21 @@ def _sum(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
     arrays, options, masks = _arguments(site, values)
     masks = masks if site.logits.fill is not None else masks[:1]
     others = as_coefficients(site.sum.others, values, arrays[2].shape)
-    function, count = site.sum.value(list(site.reads)), len(masks)
+    weights = site.sum.weights(values)
+    # So that float16 holds the gradients that are formed; all are scaled by it again.
+    scale = jax.lax.stop_gradient(functools.reduce(jnp.maximum, map(jnp.abs, weights)))
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1.0)
+    weights = [x / scale for x in weights] if site.sum.combined else []
+    function, ends = site.sum.value(list(site.reads)), (len(masks), len(masks) + len(weights))
 
     def value(stats: Statistics, *coefficients: jax.Array) -> jax.Array:
-        is_outside, is_padding = [*(x != 0 for x in coefficients[:count]), None][:2]
-        return function(_numbers(site, stats, is_outside, is_padding), coefficients[count:])
+        is_outside, is_padding = [*(x != 0 for x in coefficients[: ends[0]]), None][:2]
+        numbers = _numbers(site, stats, is_outside, is_padding)
+        return function(numbers, coefficients[ends[0] : ends[1]], coefficients[ends[1] :])
 
-    coefficients = [*(x.astype(jnp.float32) for x in masks), *others]
+    coefficients = [*(x.astype(jnp.float32) for x in masks), *weights, *others]
     total = sum_of_any(value, *arrays, *coefficients, **options)
-    return [total.astype(site.sum.result.aval.dtype)]
+    return [((scale * total) if site.sum.combined else total).astype(site.sum.result.aval.dtype)]
 
 
 def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:

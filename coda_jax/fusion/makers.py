@@ -134,6 +134,21 @@ class Makers:
                 found |= set(equation.outvars)
         return found
 
+    def needed(self, known: Iterable[Any]) -> set[int]:
+        """The ids of the equations that are needed where some variables are known."""
+        seen, found, open_ = set(known), set[int](), [e for e in self.equations if e.effects]
+        ends = list(variables(self.jaxpr.outvars))
+        while open_ or ends:
+            if open_:
+                equation = open_.pop()
+                if id(equation) not in found:
+                    found.add(id(equation))
+                    ends += variables(equation.invars)
+            elif (x := ends.pop()) not in seen:
+                seen.add(x)
+                open_ += [e for e in [self.maker(x)] if e is not None]
+        return found
+
 
 def is_view(equation: Equation) -> bool:
     """True for an equation whose result may be its argument in another shape or by another name."""

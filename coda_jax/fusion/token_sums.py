@@ -13,33 +13,54 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.makers import Makers, is_view
+from coda_jax.fusion.straight import applied
 from coda_jax.graph.on_mesh import ELEMENTWISE, bind_on_mesh
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import read, run
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSum:
-    """The sum over all tokens of an elementwise function of some numbers of each.
+    """The sum over all tokens of an elementwise function of some numbers of each; or several sums, linearly combined.
 
     Attributes:
       result: the variable that is the sum, ().
-      summed: the variable whose sum it is.
-      equations: those that make it of each token's numbers.
+      sums: those of which the result is made, each with the variable whose sum it is.
+      equations: those that make these variables of each token's numbers.
       others: what they read beside these: floats and bools, of all tokens or one for all.
+      combined: the equations that make the result of several sums.
     """
 
     result: Any
-    summed: Any
+    sums: Sequence[tuple[Any, Any]]
     equations: Sequence[Equation]
     others: Sequence[Any]
+    combined: Sequence[Equation] = ()
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables that are read beside each token's numbers."""
+        made = {x for equation in self.combined for x in equation.outvars} | {x for x, _ in self.sums}
+        beside = (x for equation in self.combined for x in variables(equation.invars))
+        return [*self.others, *(x for x in beside if x not in made)]
+
+    def weights(self, values: dict[Any, Any]) -> list[jax.Array]:
+        """What the result has of each sum, () float32 each."""
+        if not self.combined:
+            return [jnp.ones((), jnp.float32)] * len(self.sums)
+        weights = []
+        for x, _ in self.sums:
+            known = values | {y: jnp.asarray(float(x is y), y.aval.dtype) for y, _ in self.sums}
+            run(self.combined, known, applied, ())
+            weights.append(known[self.result].astype(jnp.float32))
+        return weights
 
     def value(self, seeds: Sequence[Any]) -> Callable[..., jax.Array]:
-        """The function of arrays (tokens,): the numbers of each token, in the order of `seeds`, and `others`.
+        """The function of arrays (tokens,): each token's numbers, in the order of `seeds`, `weights`, and `others`.
 
         Others are float32; a bool is true where it is not 0.
         """
 
-        def value(numbers: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
+        def value(numbers: Sequence[jax.Array], weights: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
             values = {x: y.astype(x.aval.dtype) for x, y in zip(seeds, numbers, strict=True)}
             bind = bind_on_mesh(*numbers)
             for x, y in zip(self.others, others, strict=True):
@@ -51,20 +72,23 @@ class TokenSum:
                 else:
                     inputs = [read(values, x) for x in equation.invars]
                     (values[out],) = bind(equation.primitive, inputs, equation.params)
-            result: jax.Array = values[self.summed].astype(jnp.float32)
-            return result
+            summed = [values[x].astype(jnp.float32) for _, x in self.sums]
+            if not self.combined:
+                return summed[0]
+            return sum(weight * x for weight, x in zip(weights, summed, strict=True))
 
         return value
 
 
 def token_sum(makers: Makers, seeds: Sequence[Any]) -> TokenSum | None:
-    """The one sum that reads what is made of each token's numbers; None if something else reads these."""
+    """The one sum of what is made of each token's numbers, or the one result of several; None if another reads it."""
     size, region, equations = seeds[0].aval.size, set(seeds), list[Equation]()
-    behind, results = makers.behind(seeds), set(variables(makers.jaxpr.outvars))
+    behind, needed = makers.behind(seeds), makers.needed(seeds)
+    results = set(variables(makers.jaxpr.outvars))
     others: dict[Any, None] = {}
     sums: list[Equation] = []
     for equation in makers.equations:
-        if region.isdisjoint(variables(equation.invars)):
+        if id(equation) not in needed or region.isdisjoint(variables(equation.invars)):
             continue
         if equation.primitive.name == "reduce_sum" and not equation.outvars[0].aval.shape:
             sums.append(equation)
@@ -76,9 +100,45 @@ def token_sum(makers: Makers, seeds: Sequence[Any]) -> TokenSum | None:
         region.add(equation.outvars[0])
         equations.append(equation)
         others |= dict.fromkeys(beside)
-    if len(sums) != 1 or not region.isdisjoint(results):
+    if not sums or not region.isdisjoint(results):
         return None
-    return TokenSum(sums[0].outvars[0], sums[0].invars[0], equations, list(others))
+    pairs = [(e.outvars[0], e.invars[0]) for e in sums]
+    if len(sums) == 1:
+        return TokenSum(pairs[0][0], pairs, equations, list(others))
+    combination = _combination(makers, [x for x, _ in pairs], behind)
+    return None if combination is None else TokenSum(combination[0], pairs, equations, list(others), combination[1])
+
+
+def _combination(makers: Makers, sums: Sequence[Any], behind: set[Any]) -> tuple[Any, list[Equation]] | None:
+    """The first number that is linear in all sums and alone reads them, and the equations that make it."""
+    made: dict[Any, tuple[set[Any], list[Equation]]] = {x: ({x}, []) for x in sums}  # of which sums, by which equations
+    results = set(variables(makers.jaxpr.outvars))
+    for equation in makers.equations:
+        own = [x for x in variables(equation.invars) if x in made]
+        beside = [x for x in variables(equation.invars) if x not in made]
+        if not own or not _is_linear(equation, own) or any(x in behind or x.aval.size != 1 for x in beside):
+            continue
+        (out,) = equation.outvars
+        every = {id(e): e for x in own for e in made[x][1]} | {id(equation): equation}
+        made[out] = set().union(*(made[x][0] for x in own)), list(every.values())
+        inside = {x for e in every.values() for x in variables(e.invars) if x in made}
+        is_alone = all(id(e) in every for x in inside for e in makers.readers(x)) and inside.isdisjoint(results)
+        if made[out][0] == set(sums) and is_alone:
+            return out, sorted(made[out][1], key=makers.number)
+    return None
+
+
+def _is_linear(equation: Equation, own: Sequence[Any]) -> bool:
+    """True for a number () that is linear in those of its arguments."""
+    name, inputs = equation.primitive.name, equation.invars
+    out = equation.outvars[0].aval
+    if len(equation.outvars) != 1 or out.shape or out.dtype.name not in FLOATS:
+        return False
+    if name in ("add", "sub"):
+        return len(own) == 2 and not any(isinstance(x, core.Literal) for x in inputs)
+    if name == "mul":
+        return len(own) == 1 and sum(x is own[0] for x in inputs) == 1
+    return name in ("neg", "convert_element_type", "copy") or (name == "div" and len(own) == 1 and inputs[0] in own)
 
 
 def as_coefficients(others: Iterable[Any], values: dict[Any, Any], rows: Sequence[Any]) -> list[jax.Array]:
