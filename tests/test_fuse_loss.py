@@ -421,3 +421,60 @@ def test_sums_that_are_read_one_by_one():
     found, expected = (jax.jit(with_gradients(g))(x, w) for g in (coda.fuse(f), f))
     assert largest_error(found, expected) < 1e-5
     assert [one.epilogue for one in coda.fuse.report(f, x, w).products] == [("token_logprobs",)]
+
+
+def biased(z, b):
+    return z + b
+
+
+BIASES = {
+    "of_columns": biased,
+    "of_rows": lambda z, b: z + jnp.reshape(b, (1, -1)),
+    "in_float32": lambda z, b: widened(z) + widened(b),
+    "in_front": lambda z, b: jnp.broadcast_to(b, z.shape) + z,
+    "padded": lambda z, b: PADDINGS["number"](z + b),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "each"])
+@pytest.mark.parametrize("name", BIASES)
+def test_a_head_with_a_bias(name, reduction):
+    x, w, labels = sizes()
+    b = jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32) ** 1.5)
+
+    def f(x, w):
+        w, b = w
+        loss = LOSSES["integer_labels"](widened(BIASES[name](x @ w, b)), labels)
+        return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) ** 2 / jnp.sum(jnp.abs(loss))
+
+    check_loss(f, x, (w, b), operators=["linear_cross_entropy" if reduction == "mean" else "token_logprobs"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_bias_of_more_bits_than_the_factors(dtype):
+    """It is added in float32, as are its gradients."""
+    x, w, labels = sizes()
+    x, w, b = x.astype(dtype), w.astype(dtype), 50 + jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32))
+
+    def f(x, b):
+        return jnp.mean(LOSSES["integer_labels"](jnp.matmul(x, w, preferred_element_type=jnp.float32) + b, labels))
+
+    found, expected = (jax.jit(with_gradients(g))(x, b) for g in (coda.fuse(f), f))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1][1], expected[1][1], atol=1e-2 * float(jnp.max(jnp.abs(expected[1][1]))))
+    assert found[1][1].dtype == jnp.float32 and [x.epilogue for x in coda.fuse.report(f, x, b).products] == [
+        ("linear_cross_entropy",)
+    ]
+
+
+@pytest.mark.parametrize("array", ["of_rows", "of_tokens"])
+def test_an_array_that_is_no_bias_of_columns(array):
+    x, w, labels = sizes()
+    more = jnp.sin(jnp.arange(64.0 * VOCABULARY)).reshape(64, VOCABULARY) if array == "of_tokens" else x[:, :1]
+
+    def f(x, w):
+        return jnp.mean(LOSSES["integer_labels"](x @ w + more, labels))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+    assert "linear_cross_entropy" not in str(jax.make_jaxpr(fused)(x, w))

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 
-from coda_jax.fusion.dots import Dot, Equation
+from coda_jax.epilogue.dtypes import FLOATS
+from coda_jax.epilogue.values import same_shape
+from coda_jax.fusion.dots import Dot, Equation, variables
 from coda_jax.fusion.makers import Makers, kept_columns
 
 _GREATEST_FILL = -1e4  # of padding
@@ -28,6 +30,7 @@ class Logits:
       product: its equation.
       vocabulary: the columns that are no padding.
       fill: the number that padding is set to; None where there is none.
+      bias: the variable (V,), or (1, ..., V), that is added to each row; None where there is none.
     """
 
     arrays: frozenset[Any]
@@ -35,6 +38,7 @@ class Logits:
     product: Equation
     vocabulary: Any
     fill: float | None = None
+    bias: Any = None
 
     @property
     def columns(self) -> Any:
@@ -50,7 +54,7 @@ class Logits:
     @property
     def arguments(self) -> list[Any]:
         """The variables that they are made of."""
-        return [self.dot.a, self.dot.b]
+        return [self.dot.a, self.dot.b, *([] if self.bias is None else [self.bias])]
 
     def factors(self, values: dict[Any, Any]) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         """x (..., D) and w of a head that has these logits, and its options."""
@@ -59,7 +63,10 @@ class Logits:
         w = w.reshape(columns, -1) if dot.transpose_b else w.reshape(-1, columns)
         if self.vocabulary != columns:
             w = w[: self.vocabulary] if dot.transpose_b else w[:, : self.vocabulary]
-        return x.reshape(*x.shape[: dot.rows_a], -1), w, {"transpose_w": dot.transpose_b}
+        options: dict[str, Any] = {"transpose_w": dot.transpose_b}
+        if self.bias is not None:
+            options["bias"] = values[self.bias].reshape(columns)[: self.vocabulary]
+        return x.reshape(*x.shape[: dot.rows_a], -1), w, options
 
 
 def logits_of(makers: Makers, product: Equation, dot: Dot) -> Iterator[Logits]:
@@ -76,6 +83,23 @@ def _steps(makers: Makers, logits: Logits) -> Iterator[Logits]:
     """The logits after one step more."""
     if logits.fill is None:
         yield from _padded(makers, logits)
+        if logits.bias is None:
+            yield from _with_bias(makers, logits)
+
+
+def _with_bias(makers: Makers, logits: Logits) -> Iterator[Logits]:
+    """Logits with an array added to each row."""
+    for total in makers.read_by(logits.arrays, "add"):
+        others = [x for x in variables(total.invars) if x not in logits.arrays]
+        bias = makers.row(others[0]) if len(others) == 1 else None
+        if bias is not None and bias.aval.dtype.name in FLOATS and _is_same_shape(total, logits):
+            yield dataclasses.replace(logits, arrays=frozenset(makers.casts(total.outvars[0])), bias=bias)
+
+
+def _is_same_shape(equation: Equation, logits: Logits) -> bool:
+    """True for a float with the shape of the logits."""
+    out = equation.outvars[0].aval
+    return out.dtype.name in FLOATS and same_shape(out.shape, (*logits.rows, logits.columns))
 
 
 def _padded(makers: Makers, logits: Logits) -> Iterator[Logits]:

@@ -8,21 +8,37 @@ of it; the public operators have NaN there.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from coda_jax.operators.head.arguments import HeadArguments, head_arguments, int32_labels
+from coda_jax.operators.head.arguments import (
+    CHUNK_BYTES_BESIDE_A_COPY,
+    HeadArguments,
+    head_arguments,
+    int32_labels,
+)
 from coda_jax.operators.head.arrays import Statistics
 from coda_jax.operators.head.exponential_head import ExponentialHead
 from coda_jax.operators.head.statistics import statistics, weighted_sum
+from coda_jax.primitives.mesh_types import vary, varying_axes
+
+_BIAS_PARTS = 3  # float32 has the bits of three bfloat16
+_BIAS_RANK = 8  # the width of the products stays a multiple of 8
 
 
-def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, *, transpose_w: bool) -> Statistics:
-    """The statistics of every token, (...) float32 each, of x (..., D), w (D, V) or (V, D) and labels (...)."""
+def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: Any) -> Statistics:
+    """The statistics of every token, (...) float32 each.
+
+    Args:
+      x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
+      options: transpose_w, and bias (V,), which is added to the logits.
+    """
     name = "token_logprobs"
-    head, tokens, kernel, rows = _arguments(name, x, w, transpose_w)
+    head, tokens, kernel, rows = _arguments(name, x, w, **options)
     narrow, _ = int32_labels(rows.flat(labels), None)
     stats: Statistics = jax.tree.map(rows.apart, statistics(head, name, tokens, kernel, narrow))
     return stats
@@ -34,17 +50,17 @@ def sum_of_any(
     w: jax.Array,
     labels: jax.Array,
     *coefficients: jax.Array,
-    transpose_w: bool,
+    **options: Any,
 ) -> jax.Array:
     """The number sum(value(statistics, *coefficients)); its gradients are formed in the forward pass.
 
     Args:
       value: elementwise; it closes over no array.
-      x, w, labels, transpose_w: as in `statistics_of_any`.
+      x, w, labels, options: as in `statistics_of_any`.
       coefficients: (...) float32, as the labels are, or ().
     """
     name = "linear_cross_entropy"
-    head, tokens, kernel, rows = _arguments(name, x, w, transpose_w)
+    head, tokens, kernel, rows = _arguments(name, x, w, **options)
     head = ExponentialHead.of(head, tokens, kernel, None)
     narrow, _ = int32_labels(rows.flat(labels), None)
     flat = [rows.flat(y) if y.ndim else y for y in coefficients]
@@ -52,8 +68,10 @@ def sum_of_any(
     return weighted_sum(head, name, value, tokens, kernel, narrow, weights, *flat)
 
 
-def _arguments(operator: str, x: jax.Array, w: jax.Array, transpose_w: bool) -> HeadArguments:
-    return head_arguments(
+def _arguments(
+    operator: str, x: jax.Array, w: jax.Array, *, transpose_w: bool, bias: jax.Array | None = None
+) -> HeadArguments:
+    arguments = head_arguments(
         operator,
         x,
         w,
@@ -64,3 +82,23 @@ def _arguments(operator: str, x: jax.Array, w: jax.Array, transpose_w: bool) -> 
         dtype=None,
         implementation="auto",
     )
+    return arguments if bias is None else _with_bias(arguments, bias)
+
+
+def _with_bias(arguments: HeadArguments, bias: jax.Array) -> HeadArguments:
+    """The head with more of x's width: ones beside the bias, in as many parts as make it in the products' dtype."""
+    head, tokens, kernel, rows = arguments
+    wide, dtype = rows.replicated(bias).astype(jnp.float32), jnp.finfo(head.dtype)
+    parts, left = list[jax.Array](), wide
+    for _ in range(_BIAS_PARTS):
+        part = jax.lax.stop_gradient(jax.lax.reduce_precision(left, dtype.nexp, dtype.nmant))
+        parts.append(part)
+        left = left - part
+    # Its gradient is that of one of the parts, whose ones are exact.
+    parts[0] = wide + jax.lax.stop_gradient(parts[0] - wide)
+    b = jnp.stack([*parts, *[jnp.zeros_like(wide)] * (_BIAS_RANK - _BIAS_PARTS)])
+    is_part = jnp.arange(_BIAS_RANK) < _BIAS_PARTS
+    ones = jnp.ones_like(tokens.h[:, :1], head.dtype) * is_part.astype(head.dtype)
+    (inner,) = vary(varying_axes(tokens.h, kernel.w, b), ones)
+    low_rank = dataclasses.replace(head, chunk_bytes=min(head.chunk_bytes, CHUNK_BYTES_BESIDE_A_COPY))
+    return HeadArguments(low_rank, tokens._replace(inner=inner), kernel._replace(b=b), rows)
