@@ -245,7 +245,14 @@ def with_one_shift(z, y):
     return jnp.log(jnp.sum(jnp.exp(shifted), -1)) - picked(shifted, y)
 
 
-@pytest.mark.parametrize("loss", [with_a_gradient_of_the_shift, with_one_shift])
+def beside_numbers(z, y):
+    """Numbers in the places of arrays."""
+    shifted = z - jax.lax.stop_gradient(z.max(-1, keepdims=True))
+    logarithm = jnp.log(jnp.sum(jnp.exp(shifted), -1))
+    return jnp.sum(2.0 * z, -1) + (logarithm + 1.0) - picked(1.0 - shifted, y)
+
+
+@pytest.mark.parametrize("loss", [with_a_gradient_of_the_shift, with_one_shift, beside_numbers])
 def test_a_loss_of_another_form_is_not_replaced(loss):
     args, f = arguments(), of_model(loss)
     fused = coda.fuse(f)
@@ -474,6 +481,51 @@ def test_an_array_that_is_no_bias_of_columns(array):
 
     def f(x, w):
         return jnp.mean(LOSSES["integer_labels"](x @ w + more, labels))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+    assert "linear_cross_entropy" not in str(jax.make_jaxpr(fused)(x, w))
+
+
+CAPS = {
+    "divided": lambda z, c: 2.0 * jnp.tanh(widened(z) / 2.0),
+    "multiplied": lambda z, c: jnp.tanh(widened(z) * 0.25) * 4.0,
+    "in_16_bits": lambda z, c: jnp.tanh(z / 2) * 2,
+    "of_an_array": lambda z, c: c * jnp.tanh(widened(z) / c),
+    "padded": lambda z, c: PADDINGS["flipped"](2.0 * jnp.tanh(widened(z) / 2.0)),
+    "with_a_bias": lambda z, c: 2.0 * jnp.tanh((widened(z) + jnp.sin(jnp.arange(VOCABULARY) ** 1.5)) / 2.0),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "each"])
+@pytest.mark.parametrize("name", CAPS)
+def test_capped_logits(name, reduction):
+    x, w, labels = sizes()
+
+    def f(x, w):
+        w, c = w
+        loss = LOSSES["integer_labels"](CAPS[name](3 * x @ w, widened(c)), labels)
+        return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) ** 2 / jnp.sum(jnp.abs(loss))
+
+    operators = ["linear_cross_entropy" if reduction == "mean" else "token_logprobs"]
+    check_loss(f, x, (w, jnp.float32(1.5)), operators=operators)
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda z: 2.0 * jnp.tanh(z / 3.0),
+        lambda z: 2.0 * jnp.tanh(z * 2.0),
+        lambda z: -2.0 * jnp.tanh(z / -2.0),
+        lambda z: 2.0 / jnp.tanh(z / 2.0),
+        lambda z: jnp.tanh(z),
+    ],
+)
+def test_curves_that_are_no_cap(curve):
+    x, w, labels = sizes()
+
+    def f(x, w):
+        return jnp.mean(LOSSES["integer_labels"](curve(x @ w), labels))
 
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5

@@ -7,7 +7,8 @@ exponential is 0 beside theirs, and it has no gradient. Then the head projects t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Dot, Equation, variables
-from coda_jax.fusion.makers import Makers, kept_columns
+from coda_jax.fusion.makers import Makers, among, kept_columns
 
 _GREATEST_FILL = -1e4  # of padding
 
@@ -31,6 +32,7 @@ class Logits:
       vocabulary: the columns that are no padding.
       fill: the number that padding is set to; None where there is none.
       bias: the variable (V,), or (1, ..., V), that is added to each row; None where there is none.
+      cap: c of c tanh(z / c), a number or a variable (); None where there is none.
     """
 
     arrays: frozenset[Any]
@@ -39,6 +41,7 @@ class Logits:
     vocabulary: Any
     fill: float | None = None
     bias: Any = None
+    cap: Any = None
 
     @property
     def columns(self) -> Any:
@@ -54,7 +57,7 @@ class Logits:
     @property
     def arguments(self) -> list[Any]:
         """The variables that they are made of."""
-        return [self.dot.a, self.dot.b, *([] if self.bias is None else [self.bias])]
+        return variables(x for x in (self.dot.a, self.dot.b, self.bias, self.cap) if not isinstance(x, float | None))
 
     def factors(self, values: dict[Any, Any]) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         """x (..., D) and w of a head that has these logits, and its options."""
@@ -66,6 +69,8 @@ class Logits:
         options: dict[str, Any] = {"transpose_w": dot.transpose_b}
         if self.bias is not None:
             options["bias"] = values[self.bias].reshape(columns)[: self.vocabulary]
+        if self.cap is not None:
+            options["soft_cap"] = self.cap if isinstance(self.cap, float) else values[self.cap].reshape(())
         return x.reshape(*x.shape[: dot.rows_a], -1), w, options
 
 
@@ -83,8 +88,41 @@ def _steps(makers: Makers, logits: Logits) -> Iterator[Logits]:
     """The logits after one step more."""
     if logits.fill is None:
         yield from _padded(makers, logits)
-        if logits.bias is None:
-            yield from _with_bias(makers, logits)
+        if logits.cap is None:
+            yield from _capped(makers, logits)
+            if logits.bias is None:
+                yield from _with_bias(makers, logits)
+
+
+def _capped(makers: Makers, logits: Logits) -> Iterator[Logits]:
+    """Logits between two numbers."""
+    for scaled in makers.read_by(logits.arrays, "div", "mul"):
+        inverse = _factor(makers, scaled, logits.arrays)
+        for tanh in makers.read_by(makers.casts(scaled.outvars[0]), "tanh") if inverse is not None else ():
+            bounded = makers.casts(tanh.outvars[0])
+            for product in makers.read_by(bounded, "mul"):
+                cap = _factor(makers, product, bounded)
+                if cap is not None and _are_inverse(scaled, inverse, cap) and _is_same_shape(product, logits):
+                    yield dataclasses.replace(logits, arrays=frozenset(makers.casts(product.outvars[0])), cap=cap)
+
+
+def _factor(makers: Makers, equation: Equation, arrays: Collection[Any]) -> Any:
+    """The number or the variable () that one of the arrays is multiplied with, or divided by; None if it is neither."""
+    left, right = equation.invars
+    if among(right, arrays) and equation.primitive.name == "mul":
+        left, right = right, left
+    factor = makers.scalar(right) if among(left, arrays) else None
+    is_float = isinstance(factor, float) or (factor is not None and factor.aval.dtype.name in FLOATS)
+    return factor if is_float else None
+
+
+def _are_inverse(scaled: Equation, factor: Any, cap: Any) -> bool:
+    """True if logits are divided by the cap, or multiplied with its inverse."""
+    if not isinstance(cap, float):
+        return scaled.primitive.name == "div" and factor is cap
+    if not isinstance(factor, float) or not 0 < cap < math.inf:
+        return False
+    return factor == cap if scaled.primitive.name == "div" else abs(factor * cap - 1) < 1e-6
 
 
 def _with_bias(makers: Makers, logits: Logits) -> Iterator[Logits]:
@@ -107,7 +145,7 @@ def _padded(makers: Makers, logits: Logits) -> Iterator[Logits]:
     for select in makers.read_by(logits.arrays, "select_n"):
         mask, *cases = select.invars
         kept = kept_columns(makers, mask) if len(cases) == 2 else None
-        if kept is None or cases[kept[1]] not in logits.arrays:
+        if kept is None or not among(cases[kept[1]], logits.arrays):
             continue
         fill = makers.constant(cases[not kept[1]])
         if fill is not None and fill <= _GREATEST_FILL and 0 < kept[0] <= logits.vocabulary:

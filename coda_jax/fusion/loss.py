@@ -30,7 +30,7 @@ from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
 from coda_jax.fusion.logits import Logits, logits_of
-from coda_jax.fusion.makers import Makers
+from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.jaxprs.evaluate import read
@@ -263,7 +263,7 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Pick | None]:
     logprobs, totals = set[Any](), list[Any]()
     for difference in makers.read_by(logits.arrays, "sub"):
         left, shift = difference.invars
-        if left not in logits.arrays or isinstance(shift, core.Literal) or shift.aval.shape[-1:] != (1,):
+        if not among(left, logits.arrays) or isinstance(shift, core.Literal) or shift.aval.shape[-1:] != (1,):
             continue
         (shifted,) = difference.outvars
         for sums in _sums_of_exponentials(makers, shifted):
@@ -284,7 +284,7 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Pick | None]:
 
 def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[set[Any]]:
     for exponential in makers.read_by({shifted}, "exp"):
-        for total in makers.read_by(exponential.outvars, "reduce_sum"):
+        for total in makers.read_by(makers.casts(exponential.outvars[0]), "reduce_sum"):
             if tuple(total.params["axes"]) == (shifted.aval.ndim - 1,):
                 yield makers.views(total.outvars[0])
 
@@ -302,7 +302,7 @@ def _differences(makers: Makers, arrays: Iterable[Any], columns: set[Any]) -> se
     found = set[Any]()
     for difference in makers.read_by(arrays, "sub"):
         left, right = difference.invars
-        if left in arrays and right in columns and right.aval.shape[-1:] == (1,):
+        if among(left, arrays) and among(right, columns) and right.aval.shape[-1:] == (1,):
             found |= makers.casts(difference.outvars[0])
     return found
 
@@ -311,7 +311,8 @@ def _log_sum_exps(makers: Makers, shift: Any, logarithm: set[Any]) -> list[Any]:
     """logarithm + shift."""
     found = []
     for total in makers.read_by(logarithm, "add"):
-        if {makers.root(x) for x in total.invars if x not in logarithm} == {makers.root(shift)}:
+        others = [x for x in total.invars if not among(x, logarithm)]
+        if len(others) == 1 and makers.root(others[0]) == makers.root(shift):
             found += total.outvars
     return found
 
@@ -320,7 +321,7 @@ def _picked_of(makers: Makers, arrays: Iterable[Any], *, is_of_logits: bool) -> 
     """Variables that are one of the arrays at labels along its last axis."""
     for gather in makers.read_by(arrays, "gather"):
         operand, indices = gather.invars
-        if operand in arrays and _is_along_last(gather) and not isinstance(indices, core.Literal):
+        if among(operand, arrays) and _is_along_last(gather) and not isinstance(indices, core.Literal):
             mode = getattr(gather.params["mode"], "name", str(gather.params["mode"]))
             fill = gather.params["fill_value"]
             if mode in _CLIPPED:
@@ -328,8 +329,8 @@ def _picked_of(makers: Makers, arrays: Iterable[Any], *, is_of_logits: bool) -> 
             elif mode == "FILL_OR_DROP":
                 yield gather.outvars[0], _Pick(indices, jnp.nan if fill is None else float(fill), is_of_logits)
     for product in makers.read_by(arrays, "mul"):
-        others = [x for x in product.invars if x not in arrays]
-        for total in makers.read_by(product.outvars, "reduce_sum") if len(others) == 1 else ():
+        others = [x for x in product.invars if not among(x, arrays)]
+        for total in makers.read_by(makers.casts(product.outvars[0]), "reduce_sum") if len(others) == 1 else ():
             labels = _labels_of_one_hot(makers, others[0])
             if labels is not None and tuple(total.params["axes"]) == (product.outvars[0].aval.ndim - 1,):
                 yield total.outvars[0], _Pick(labels, 0.0, is_of_logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -148,6 +148,11 @@ class Makers:
                 seen.add(x)
                 open_ += [e for e in [self.maker(x)] if e is not None]
         return found
+
+
+def among(x: Any, arrays: Collection[Any]) -> bool:
+    """True for a variable that is one of some; a literal has no hash."""
+    return not isinstance(x, core.Literal) and x in arrays
 
 
 def is_view(equation: Equation) -> bool:

@@ -35,7 +35,7 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
 
     Args:
       x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
-      options: transpose_w, and bias (V,), which is added to the logits.
+      options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap.
     """
     name = "token_logprobs"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
@@ -69,14 +69,20 @@ def sum_of_any(
 
 
 def _arguments(
-    operator: str, x: jax.Array, w: jax.Array, *, transpose_w: bool, bias: jax.Array | None = None
+    operator: str,
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    transpose_w: bool,
+    bias: jax.Array | None = None,
+    soft_cap: float | jax.Array | None = None,
 ) -> HeadArguments:
     arguments = head_arguments(
         operator,
         x,
         w,
         None,
-        soft_cap=None,
+        soft_cap=soft_cap,
         transpose_w=transpose_w,
         chunk_bytes=None,
         dtype=None,
