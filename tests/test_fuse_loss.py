@@ -354,17 +354,21 @@ def test_labels_in_padding(loss):
     assert all(one.epilogue == ("token_logprobs",) for one in coda.fuse.report(f, x, w).products)
 
 
-@pytest.mark.parametrize(
-    "masked",
-    [padded(-100.0), padded(-1e9, used=VOCABULARY + 9), lambda z: jnp.where(jnp.arange(VOCABULARY) % 2 == 0, z, -1e9)],
-    ids=["near_logits", "beyond_the_columns", "of_other_columns"],
-)
-def test_masks_that_are_no_padding_stay(masked):
+MASKS = {
+    "near_logits": padded(-100.0),
+    "beyond_the_columns": padded(-1e9, used=VOCABULARY + 9),
+    "of_few_columns": padded(-1e9, used=99),
+    "of_other_columns": lambda z: jnp.where(jnp.arange(VOCABULARY) % 2 == 0, z, -1e9),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_are_no_padding_stay(name):
     x, w, labels, *_ = small_arguments(tokens=64)
     labels = labels.at[:8].set(jnp.arange(8) * 2)
 
     def f(x, w):
-        z = masked((x @ w).astype(jnp.promote_types(x.dtype, jnp.float32)))
+        z = MASKS[name]((x @ w).astype(jnp.promote_types(x.dtype, jnp.float32)))
         return jnp.mean(LOSSES["integer_labels"](z, labels))
 
     fused = coda.fuse(f)
@@ -530,3 +534,42 @@ def test_curves_that_are_no_cap(curve):
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
     assert "linear_cross_entropy" not in str(jax.make_jaxpr(fused)(x, w))
+
+
+MOVED = {
+    "all_but_the_last": (lambda z: z[:, :-1], lambda y: y[:, 1:]),
+    "all_but_the_first": (lambda z: z[1:], lambda y: y[1:]),
+    "every_other": (lambda z: z[:, ::2], lambda y: y[:, 1::2]),
+    "flat": (lambda z: z.reshape(-1, z.shape[-1]), lambda y: y.reshape(-1)),
+    "flat_but_the_last": (lambda z: z[:, :-1].reshape(-1, z.shape[-1]), lambda y: y[:, 1:].reshape(-1)),
+    "apart": (lambda z: z.reshape(32, -1, z.shape[-1])[:30, 1:], lambda y: y.reshape(32, -1)[:30, 1:]),
+    "first_columns": (lambda z: z[:, 1:, :USED], lambda y: y[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "each"])
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_that_are_taken_behind_the_head(name, reduction):
+    """The tokens without a label, as the last of each text, are left out of the product."""
+    x, w, labels = sizes()
+    x, labels = jnp.concatenate([x, 1 - x]).reshape(4, 32, -1), jnp.tile(labels, 2).reshape(4, 32)
+    of_logits, of_labels = MOVED[name]
+
+    def f(x, w):
+        w, b = w
+        loss = LOSSES["integer_labels"](widened(of_logits(x @ w + b)), of_labels(labels))
+        return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) ** 2 / jnp.sum(jnp.abs(loss))
+
+    operators = ["linear_cross_entropy" if reduction == "mean" else "token_logprobs"]
+    check_loss(f, x, (w, jnp.sin(jnp.arange(VOCABULARY) ** 1.5)), operators=operators)
+
+
+def test_rows_in_another_order_stay():
+    x, w, labels = sizes()
+
+    def f(x, w):
+        z = (x.reshape(4, 16, -1) @ w).transpose(1, 0, 2)
+        return jnp.mean(LOSSES["integer_labels"](z, labels.reshape(16, 4)))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5

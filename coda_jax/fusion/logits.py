@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
+from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.epilogue.values import same_shape
+from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.dots import Dot, Equation, variables
 from coda_jax.fusion.makers import Makers, among, kept_columns
 
@@ -33,6 +34,7 @@ class Logits:
       fill: the number that padding is set to; None where there is none.
       bias: the variable (V,), or (1, ..., V), that is added to each row; None where there is none.
       cap: c of c tanh(z / c), a number or a variable (); None where there is none.
+      moved: the equations that took some of the rows, or gave these other axes.
     """
 
     arrays: frozenset[Any]
@@ -42,6 +44,7 @@ class Logits:
     fill: float | None = None
     bias: Any = None
     cap: Any = None
+    moved: tuple[Equation, ...] = ()
 
     @property
     def columns(self) -> Any:
@@ -68,10 +71,26 @@ class Logits:
             w = w[: self.vocabulary] if dot.transpose_b else w[:, : self.vocabulary]
         options: dict[str, Any] = {"transpose_w": dot.transpose_b}
         if self.bias is not None:
-            options["bias"] = values[self.bias].reshape(columns)[: self.vocabulary]
+            options["bias"] = values[self.bias].reshape(-1)[: self.vocabulary]
         if self.cap is not None:
             options["soft_cap"] = self.cap if isinstance(self.cap, float) else values[self.cap].reshape(())
-        return x.reshape(*x.shape[: dot.rows_a], -1), w, options
+        return self._moved(x.reshape(*x.shape[: dot.rows_a], -1)), w, options
+
+    def _moved(self, x: jax.Array) -> jax.Array:
+        """The rows of x that the logits have; the last axes that these were given are left out."""
+        moved = list(self.moved)
+        while moved and moved[-1].primitive.name == "reshape":
+            moved.pop()
+        for equation in moved:
+            params, (out,) = equation.params, equation.outvars
+            if equation.primitive.name == "reshape":
+                x = x.reshape(*out.aval.shape[:-1], x.shape[-1])
+            else:
+                strides = params["strides"] and (*params["strides"][:-1], 1)
+                x = lax.slice(
+                    x, (*params["start_indices"][:-1], 0), (*params["limit_indices"][:-1], x.shape[-1]), strides
+                )
+        return x
 
 
 def logits_of(makers: Makers, product: Equation, dot: Dot) -> Iterator[Logits]:
@@ -86,6 +105,7 @@ def logits_of(makers: Makers, product: Equation, dot: Dot) -> Iterator[Logits]:
 
 def _steps(makers: Makers, logits: Logits) -> Iterator[Logits]:
     """The logits after one step more."""
+    yield from _of_rows(makers, logits)
     if logits.fill is None:
         yield from _padded(makers, logits)
         if logits.cap is None:
@@ -123,6 +143,22 @@ def _are_inverse(scaled: Equation, factor: Any, cap: Any) -> bool:
     if not isinstance(factor, float) or not 0 < cap < math.inf:
         return False
     return factor == cap if scaled.primitive.name == "div" else abs(factor * cap - 1) < 1e-6
+
+
+def _of_rows(makers: Makers, logits: Logits) -> Iterator[Logits]:
+    """Some rows of logits, as all tokens but the last, and their first columns; or the rows on other axes."""
+    for equation in makers.read_by(logits.arrays, "slice", "reshape"):
+        (out,), params = equation.outvars, equation.params
+        own = dataclasses.replace(logits, arrays=frozenset(makers.casts(out)), moved=(*logits.moved, equation))
+        if equation.primitive.name == "reshape":
+            if params["dimensions"] is None and out.aval.ndim > 1 and same_size(out.aval.shape[-1], logits.columns):
+                yield own
+            continue
+        is_first = params["start_indices"][-1] == 0 and not (params["strides"] and params["strides"][-1] != 1)
+        if is_first and same_size(out.aval.shape[-1], logits.columns):
+            yield own
+        elif is_first and logits.fill is None:
+            yield dataclasses.replace(own, vocabulary=out.aval.shape[-1])
 
 
 def _with_bias(makers: Makers, logits: Logits) -> Iterator[Logits]:

@@ -245,7 +245,7 @@ def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
         (z,) = equation.outvars
         if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
             for logits in logits_of(makers, equation, dot):
-                reads = _reads(makers, logits)
+                reads = _reads(makers, logits) if logits.vocabulary >= _LEAST_VOCABULARY else {}
                 if any(reads.values()):
                     site = _Site(logits, reads)
                     summed = token_sum(makers, list(reads)) if _may_sum(logits, sums) else None
