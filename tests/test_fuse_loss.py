@@ -573,3 +573,62 @@ def test_rows_in_another_order_stay():
 
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+
+
+def mixed(logprobs, y, share=0.1):
+    return -((1 - share) * picked(logprobs, y) + share * jnp.mean(logprobs, axis=-1))
+
+
+def smooth_labels(y, share=0.1):
+    return optax.smooth_labels(jax.nn.one_hot(y, VOCABULARY), share)
+
+
+SMOOTHED = {
+    "optax": lambda z, y: optax.softmax_cross_entropy(z, smooth_labels(y)),
+    "mixed": lambda z, y: mixed(jax.nn.log_softmax(z), y),
+    "mixed_logits": lambda z, y: (
+        jax.nn.logsumexp(z, axis=-1) - 0.9 * picked(z, y) - 0.1 * jnp.sum(z, axis=-1) / VOCABULARY
+    ),
+    "chosen": lambda z, y: (
+        -jnp.sum(jnp.where(jnp.arange(VOCABULARY) == y[..., None], 0.9, 1e-4) * jax.nn.log_softmax(z), axis=-1)
+    ),
+    "of_logits": lambda z, y: jax.nn.logsumexp(z, axis=-1) - jnp.sum((0.9 * smooth_labels(y) - 1e-5) / 3 * z, axis=-1),
+    "capped": lambda z, y: mixed(jax.nn.log_softmax(2.0 * jnp.tanh(z / 2.0)), y),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "each"])
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_smoothed_labels(name, reduction):
+    x, w, labels = sizes()
+    labels = labels.at[:3].set(jnp.asarray([0, VOCABULARY - 1, 7]))
+
+    def f(x, w):
+        loss = SMOOTHED[name](widened(3 * x @ w), labels)
+        return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) ** 2 / jnp.sum(jnp.abs(loss))
+
+    check_loss(f, x, w, operators=["linear_cross_entropy" if reduction == "mean" else "token_logprobs"])
+
+
+@pytest.mark.parametrize("name", ["optax", "chosen", "of_logits"])
+def test_smoothed_labels_that_are_not_in_the_vocabulary(name):
+    x, w, labels, *_ = small_arguments()
+
+    def f(x, w):
+        return jnp.sum(jnp.sin(jnp.arange(24.0)) * SMOOTHED[name](x @ w, labels))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+    assert [one.epilogue for one in coda.fuse.report(f, x, w).products] == [("linear_cross_entropy",)]
+
+
+def test_smoothed_labels_of_a_padded_vocabulary_stay():
+    """The padding's number is a part of their sums."""
+    x, w, labels = sizes()
+
+    def f(x, w):
+        return jnp.mean(mixed(jax.nn.log_softmax(padded(-1e4)(x @ w)), labels))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+    assert "linear_cross_entropy" not in str(jax.make_jaxpr(fused)(x, w))

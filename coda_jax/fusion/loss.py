@@ -20,6 +20,7 @@ import functools
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,11 +50,25 @@ class _Pick:
       labels: a variable of integers, one a token.
       outside: the number that is picked for labels that are in no column; None where they are clipped to the columns.
       is_of_logits: whether it is picked of logits, and not of log-probabilities.
+      on, off: what is picked is multiplied with, and what all others are that are added to it, as where a label is
+        smoothed; 1 and 0 without that.
     """
 
     labels: Any
     outside: float | None
     is_of_logits: bool
+    on: float = 1.0
+    off: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Total:
+    """A sum over the vocabulary; `is_of_logits` as in `_Pick`."""
+
+    is_of_logits: bool
+
+
+_Read = _Pick | _Total | None  # None for a log-sum-exp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +77,12 @@ class _Site:
 
     Attributes:
       logits: what it reads.
-      reads: the variables that are numbers of each token, and what they are: None for the log-sum-exp.
+      reads: the variables that are numbers of each token, and what they are.
       sum: the sum over all tokens that alone reads them; None if there is none.
     """
 
     logits: Logits
-    reads: dict[Any, _Pick | None]
+    reads: dict[Any, _Read]
     sum: TokenSum | None = None
 
     @property
@@ -89,7 +104,12 @@ class _Site:
     @property
     def labels(self) -> Any:
         """The variable of all picks' labels."""
-        return next(pick.labels for pick in self.reads.values() if pick is not None)
+        return next(one.labels for one in self.reads.values() if isinstance(one, _Pick))
+
+    @property
+    def has_total(self) -> bool:
+        """Whether a sum over the vocabulary is read."""
+        return any(isinstance(one, _Total) or (isinstance(one, _Pick) and one.off != 0) for one in self.reads.values())
 
 
 def with_losses(closed: core.ClosedJaxpr, *, sums: bool) -> tuple[core.ClosedJaxpr, list[tuple[Equation, str]]]:
@@ -189,7 +209,8 @@ def _arguments(site: _Site, values: dict[Any, Any]) -> tuple[tuple[jax.Array, ..
     x, w, options = logits.factors(values)
     labels = values[site.labels].reshape(x.shape[:-1])
     known = jnp.clip(labels, 0, logits.columns - 1)
-    is_clipped = any(pick is not None and pick.outside is None for pick in site.reads.values())
+    options["has_total"] = site.has_total
+    is_clipped = any(isinstance(one, _Pick) and one.outside is None for one in site.reads.values())
     labels = known if is_clipped else labels
     return (x, w, labels), options, (labels != known, known >= logits.vocabulary)
 
@@ -197,12 +218,23 @@ def _arguments(site: _Site, values: dict[Any, Any]) -> tuple[tuple[jax.Array, ..
 def _numbers(site: _Site, stats: Statistics, is_outside: jax.Array, is_padding: jax.Array | None) -> list[jax.Array]:
     """The numbers of each token that the site's variables are."""
     target = stats.target if is_padding is None else jnp.where(is_padding, site.logits.fill, stats.target)
-    return [stats.lse if pick is None else _picked(pick, stats, target, is_outside) for pick in site.reads.values()]
+    stats = stats._replace(target=target)
+    return [_number(one, site.logits.vocabulary, stats, is_outside) for one in site.reads.values()]
 
 
-def _picked(pick: _Pick, stats: Statistics, target: jax.Array, is_outside: jax.Array) -> jax.Array:
-    value: jax.Array = target if pick.is_of_logits else target - stats.lse
-    return value if pick.outside is None else jnp.where(is_outside, pick.outside, value)
+def _number(one: _Read, vocabulary: Any, stats: Statistics, is_outside: jax.Array) -> jax.Array:
+    if one is None:
+        lse: jax.Array = stats.lse
+        return lse
+    if isinstance(one, _Total):
+        total: jax.Array = stats.total if one.is_of_logits else stats.total - vocabulary * stats.lse
+        return total
+    picked: jax.Array = stats.target if one.is_of_logits else stats.target - stats.lse
+    picked = picked if one.outside is None else jnp.where(is_outside, one.outside, picked)
+    if (one.on, one.off) == (1.0, 0.0):
+        return picked
+    others = one.off * _number(_Total(one.is_of_logits), vocabulary, stats, is_outside) if one.off else 0.0
+    return (one.on - one.off) * picked + others
 
 
 def _sum(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
@@ -246,8 +278,10 @@ def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
         if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
             for logits in logits_of(makers, equation, dot):
                 reads = _reads(makers, logits) if logits.vocabulary >= _LEAST_VOCABULARY else {}
-                if any(reads.values()):
+                if any(isinstance(one, _Pick) for one in reads.values()):
                     site = _Site(logits, reads)
+                    if site.has_total and logits.fill is not None:
+                        continue  # the sum is that of the padding
                     summed = token_sum(makers, list(reads)) if _may_sum(logits, sums) else None
                     yield dataclasses.replace(site, sum=summed)
 
@@ -258,7 +292,7 @@ def _may_sum(logits: Logits, sums: bool) -> bool:
     return sums and isinstance(tokens, int) and tokens >= width
 
 
-def _reads(makers: Makers, logits: Logits) -> dict[Any, _Pick | None]:
+def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     """The numbers of each token that are made of these logits; those with another pick's labels are left."""
     logprobs, totals = set[Any](), list[Any]()
     for difference in makers.read_by(logits.arrays, "sub"):
@@ -278,8 +312,16 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Pick | None]:
     picks |= _picked_of(makers, logprobs, is_of_logits=False)
     first = next(iter(picks.values()), None)
     same = {x: one for x, one in picks.items() if first and one.labels is first.labels}
-    reads: dict[Any, _Pick | None] = {**dict.fromkeys(totals), **same}
+    sums = {x: _Total(True) for x in _sums(makers, logits.arrays)}
+    sums |= {x: _Total(False) for x in _sums(makers, logprobs)}
+    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **sums}
     return reads
+
+
+def _sums(makers: Makers, arrays: Iterable[Any]) -> list[Any]:
+    """The sums of the arrays over their last axis."""
+    found = makers.read_by(arrays, "reduce_sum")
+    return [e.outvars[0] for e in found if tuple(e.params["axes"]) == (e.invars[0].aval.ndim - 1,)]
 
 
 def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[set[Any]]:
@@ -331,24 +373,44 @@ def _picked_of(makers: Makers, arrays: Iterable[Any], *, is_of_logits: bool) -> 
     for product in makers.read_by(arrays, "mul"):
         others = [x for x in product.invars if not among(x, arrays)]
         for total in makers.read_by(makers.casts(product.outvars[0]), "reduce_sum") if len(others) == 1 else ():
-            labels = _labels_of_one_hot(makers, others[0])
-            if labels is not None and tuple(total.params["axes"]) == (product.outvars[0].aval.ndim - 1,):
-                yield total.outvars[0], _Pick(labels, 0.0, is_of_logits)
+            one_hot = _one_hot(makers, others[0])
+            if one_hot is not None and tuple(total.params["axes"]) == (product.outvars[0].aval.ndim - 1,):
+                labels, on, off = one_hot
+                yield total.outvars[0], _Pick(labels, 0.0, is_of_logits, on, off)
 
 
-def _labels_of_one_hot(makers: Makers, x: Any) -> Any:
-    """The labels of which a variable is the one-hot array along its last axis; None if it is none."""
+def _one_hot(makers: Makers, x: Any) -> tuple[Any, float, float] | None:
+    """The labels of which a variable has one number along its last axis, that number, and all others there."""
     maker = makers.maker(x)
     if maker is None:
         return None
-    if maker.primitive.name == "convert_element_type":
-        return _labels_of_one_hot(makers, maker.invars[0])
-    if maker.primitive.name != "eq":
+    if (name := maker.primitive.name) in ("add", "mul", "sub", "div"):
+        return _scaled_one_hot(makers, maker)
+    if name == "select_n" and len(maker.invars) == 3:
+        mask, *cases = maker.invars
+        found, numbers = _one_hot(makers, mask), [makers.constant(case) for case in cases]
+        return None if found is None or None in numbers else (found[0], numbers[1], numbers[0])  # type: ignore[return-value]
+    if name == "convert_element_type":
+        return _one_hot(makers, maker.invars[0])
+    if name != "eq":
         return None
     counts = [y for y in maker.invars if makers.counts_along_last(y, x.aval.ndim)]
     labels = [y for y in variables(maker.invars) if y.aval.shape[-1:] == (1,)]
     same_rows = labels and labels[0].aval.shape[:-1] == x.aval.shape[:-1]
-    return labels[0] if len(counts) == 1 and same_rows else None
+    return (labels[0], 1.0, 0.0) if len(counts) == 1 and same_rows else None
+
+
+def _scaled_one_hot(makers: Makers, equation: Equation) -> tuple[Any, float, float] | None:
+    """`_one_hot` of one that is multiplied with a number, or to which one is added."""
+    left, right = equation.invars
+    name = equation.primitive.name
+    if makers.constant(right) is None and name in ("add", "mul"):
+        left, right = right, left
+    found, number = _one_hot(makers, left), makers.constant(right)
+    if found is None or number is None or not jnp.issubdtype(left.aval.dtype, jnp.floating):
+        return None
+    apply = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}[name]
+    return found[0], apply(found[1], number), apply(found[2], number)
 
 
 def _is_along_last(gather: Equation) -> bool:

@@ -35,7 +35,8 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
 
     Args:
       x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
-      options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap.
+      options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap;
+        has_total: whether they have the sum over the vocabulary.
     """
     name = "token_logprobs"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
@@ -76,6 +77,7 @@ def _arguments(
     transpose_w: bool,
     bias: jax.Array | None = None,
     soft_cap: float | jax.Array | None = None,
+    has_total: bool = False,
 ) -> HeadArguments:
     arguments = head_arguments(
         operator,
@@ -88,6 +90,7 @@ def _arguments(
         dtype=None,
         implementation="auto",
     )
+    arguments = arguments._replace(head=dataclasses.replace(arguments.head, has_total=has_total))
     return arguments if bias is None else _with_bias(arguments, bias)
 
 
