@@ -632,3 +632,22 @@ def test_smoothed_labels_of_a_padded_vocabulary_stay():
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
     assert "linear_cross_entropy" not in str(jax.make_jaxpr(fused)(x, w))
+
+
+HEADS = {
+    "of_vectors": lambda x, w: jax.vmap(jax.vmap(lambda v: w.T @ v))(x),
+    "of_rows": lambda x, w: jax.vmap(lambda v: w.T @ v)(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1),
+    "columns_first": lambda x, w: jnp.einsum("vd,btd->btv", w.T, x),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_with_its_factors_in_the_other_order(name):
+    """Equinox's Linear multiplies its weight (V, D) with one vector, under vmap."""
+    x, w, labels = sizes()
+    x, labels = x.reshape(4, 16, -1), labels.reshape(4, 16)
+
+    def f(x, w):
+        return jnp.mean(LOSSES["integer_labels"](widened(HEADS[name](x, w.T)), labels))
+
+    check_loss(f, x, w.T, operators=["linear_cross_entropy"])

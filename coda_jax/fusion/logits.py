@@ -16,7 +16,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.dots import Dot, Equation, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, swaps_factors, variables
 from coda_jax.fusion.makers import Makers, among, kept_columns
 
 _GREATEST_FILL = -1e4  # of padding
@@ -93,9 +93,19 @@ class Logits:
         return x
 
 
-def logits_of(makers: Makers, product: Equation, dot: Dot) -> Iterator[Logits]:
-    """A product's result, and what becomes of it step by step, each after what it is made of."""
+def result_of(makers: Makers, product: Equation) -> tuple[Any, Dot | str]:
+    """The result of a dot_general, or its transpose where that alone reads it, with the product that it is."""
     (z,) = product.outvars
+    readers = makers.readers(z)
+    if len(readers) == 1 and readers[0].primitive.name == "transpose" and swaps_factors(readers[0], product):
+        swapped = dot_of(product, is_swapped=True)
+        if isinstance(swapped, Dot) and z not in makers.jaxpr.outvars:
+            return readers[0].outvars[0], swapped
+    return z, dot_of(product)
+
+
+def logits_of(makers: Makers, product: Equation, z: Any, dot: Dot) -> Iterator[Logits]:
+    """The result z of a product, and what becomes of it step by step, each after what it is made of."""
     open_ = [Logits(frozenset(makers.casts(z)), dot, product, z.aval.shape[-1])]
     while open_:
         logits = open_.pop(0)

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, variables
-from coda_jax.fusion.logits import Logits, logits_of
+from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
+from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
@@ -271,12 +271,11 @@ def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
 
 def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
     for equation in dots_in(makers.jaxpr).values():
-        dot = dot_of(equation)
+        z, dot = result_of(makers, equation)
         if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None:
             continue
-        (z,) = equation.outvars
         if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
-            for logits in logits_of(makers, equation, dot):
+            for logits in logits_of(makers, equation, z, dot):
                 reads = _reads(makers, logits) if logits.vocabulary >= _LEAST_VOCABULARY else {}
                 if any(isinstance(one, _Pick) for one in reads.values()):
                     site = _Site(logits, reads)
