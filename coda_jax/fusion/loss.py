@@ -68,7 +68,12 @@ class _Total:
     is_of_logits: bool
 
 
-_Read = _Pick | _Total | None  # None for a log-sum-exp
+@dataclasses.dataclass(frozen=True)
+class _Best:
+    """The column of the largest logit."""
+
+
+_Read = _Pick | _Total | _Best | None  # None for a log-sum-exp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +115,11 @@ class _Site:
     def has_total(self) -> bool:
         """Whether a sum over the vocabulary is read."""
         return any(isinstance(one, _Total) or (isinstance(one, _Pick) and one.off != 0) for one in self.reads.values())
+
+    @property
+    def has_best(self) -> bool:
+        """Whether the largest logit is looked for."""
+        return any(isinstance(one, _Best) for one in self.reads.values())
 
 
 def with_losses(closed: core.ClosedJaxpr, *, sums: bool) -> tuple[core.ClosedJaxpr, list[tuple[Equation, str]]]:
@@ -226,6 +236,9 @@ def _number(one: _Read, vocabulary: Any, stats: Statistics, is_outside: jax.Arra
     if one is None:
         lse: jax.Array = stats.lse
         return lse
+    if isinstance(one, _Best):
+        best: jax.Array = stats.best
+        return best
     if isinstance(one, _Total):
         total: jax.Array = stats.total if one.is_of_logits else stats.total - vocabulary * stats.lse
         return total
@@ -263,7 +276,7 @@ def _sum(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
 def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
     """The values of the numbers of each token."""
     arrays, options, (is_outside, is_padding) = _arguments(site, values)
-    stats = statistics_of_any(*arrays, **options)
+    stats = statistics_of_any(*arrays, has_best=site.has_best, **options)
     numbers = _numbers(site, stats, is_outside, is_padding if site.logits.fill is not None else None)
     types = (x.aval for x in site.reads)
     return [x.astype(aval.dtype).reshape(aval.shape) for x, aval in zip(numbers, types, strict=True)]
@@ -281,7 +294,8 @@ def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
                     site = _Site(logits, reads)
                     if site.has_total and logits.fill is not None:
                         continue  # the sum is that of the padding
-                    summed = token_sum(makers, list(reads)) if _may_sum(logits, sums) else None
+                    may_sum = not site.has_best and _may_sum(logits, sums)
+                    summed = token_sum(makers, list(reads)) if may_sum else None
                     yield dataclasses.replace(site, sum=summed)
 
 
@@ -313,20 +327,25 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     same = {x: one for x, one in picks.items() if first and one.labels is first.labels}
     sums = {x: _Total(True) for x in _sums(makers, logits.arrays)}
     sums |= {x: _Total(False) for x in _sums(makers, logprobs)}
-    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **sums}
+    best = [e for e in makers.read_by(logits.arrays | logprobs, "argmax") if _is_over_last(e)]
+    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **sums, **{e.outvars[0]: _Best() for e in best}}
     return reads
 
 
 def _sums(makers: Makers, arrays: Iterable[Any]) -> list[Any]:
     """The sums of the arrays over their last axis."""
-    found = makers.read_by(arrays, "reduce_sum")
-    return [e.outvars[0] for e in found if tuple(e.params["axes"]) == (e.invars[0].aval.ndim - 1,)]
+    return [e.outvars[0] for e in makers.read_by(arrays, "reduce_sum") if _is_over_last(e)]
+
+
+def _is_over_last(equation: Equation) -> bool:
+    """True for a reduction over the last axis."""
+    return tuple(equation.params["axes"]) == (equation.invars[0].aval.ndim - 1,)
 
 
 def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[set[Any]]:
     for exponential in makers.read_by({shifted}, "exp"):
         for total in makers.read_by(makers.casts(exponential.outvars[0]), "reduce_sum"):
-            if tuple(total.params["axes"]) == (shifted.aval.ndim - 1,):
+            if _is_over_last(total):
                 yield makers.views(total.outvars[0])
 
 
@@ -373,7 +392,7 @@ def _picked_of(makers: Makers, arrays: Iterable[Any], *, is_of_logits: bool) -> 
         others = [x for x in product.invars if not among(x, arrays)]
         for total in makers.read_by(makers.casts(product.outvars[0]), "reduce_sum") if len(others) == 1 else ():
             one_hot = _one_hot(makers, others[0])
-            if one_hot is not None and tuple(total.params["axes"]) == (product.outvars[0].aval.ndim - 1,):
+            if one_hot is not None and _is_over_last(total):
                 labels, on, off = one_hot
                 yield total.outvars[0], _Pick(labels, 0.0, is_of_logits, on, off)
 

@@ -36,7 +36,7 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
     Args:
       x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
       options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap;
-        has_total: whether they have the sum over the vocabulary.
+        has_total, has_best: which statistics there are beside lse and target.
     """
     name = "token_logprobs"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
@@ -78,6 +78,7 @@ def _arguments(
     bias: jax.Array | None = None,
     soft_cap: float | jax.Array | None = None,
     has_total: bool = False,
+    has_best: bool = False,
 ) -> HeadArguments:
     arguments = head_arguments(
         operator,
@@ -90,7 +91,7 @@ def _arguments(
         dtype=None,
         implementation="auto",
     )
-    arguments = arguments._replace(head=dataclasses.replace(arguments.head, has_total=has_total))
+    arguments = arguments._replace(head=dataclasses.replace(arguments.head, has_total=has_total, has_best=has_best))
     return arguments if bias is None else _with_bias(arguments, bias)
 
 

@@ -47,9 +47,11 @@ class Statistics(NamedTuple):
       target: (M,), or (M, k) of k labels a token.
       total: (M,), where the head has it.
       entropy: (M,), where the head has it.
+      best: (M,), the number of the largest logit's column, the first of several, where the head has it.
     """
 
     lse: Any
     target: Any
     total: Any = None
     entropy: Any = None
+    best: Any = None

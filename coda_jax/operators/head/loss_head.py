@@ -52,7 +52,7 @@ class LossHead:
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
       soft_cap: c above where it is a number.
-      has_total, has_entropy: which statistics there are beside lse and target.
+      has_total, has_entropy, has_best: which statistics there are beside lse and target.
       scale_has_gradient: whether 1 / T is differentiated.
       all_chunks: whether also those chunks are worked on that a mask leaves empty: then the loop can be differentiated.
       dtype: of the products' inputs.
@@ -68,6 +68,7 @@ class LossHead:
     soft_cap: float | None = None
     has_total: bool = False
     has_entropy: bool = False
+    has_best: bool = False
     scale_has_gradient: bool = False
     all_chunks: bool = False
     axes: tuple[str, ...] = ()
@@ -205,8 +206,9 @@ class LossHead:
     ) -> tuple[Statistics, jax.Array]:
         """The statistics, and with `keep` the product in its `_logits_dtype`.
 
-        The entropy and several labels a token are read from the product, which is kept for them: an epilogue's sum over
-        a tile does not know the log-sum-exp of all tiles that sum_v exp(y - lse) y needs. `EntropyHead` guesses it.
+        The entropy, the largest logit and several labels a token are read from the product, which is kept for them: an
+        epilogue's sum over a tile does not know the log-sum-exp of all tiles that sum_v exp(y - lse) y needs.
+        `EntropyHead` guesses it.
         """
         is_one = labels.ndim == 1
         keep = keep or self._reads_logits(labels)
@@ -238,13 +240,24 @@ class LossHead:
             sums = [self._candidates(z, labels, curve), *sums]
         target, *total = (across(ReductionOp.SUM, x, self.axes) for x in sums)
         entropy = self._entropy(z, lse, curve) if self.has_entropy else None
-        return Statistics(lse, target, total[0] if total else None, entropy), z
+        best = self._best(z, curve) if self.has_best else None
+        return Statistics(lse, target, total[0] if total else None, entropy, best), z
 
     def _candidates(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
         """The logits of labels (m, k); 0 for those on another shard of W."""
         inside = self.has_column(labels)
         picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
         return jnp.where(inside, curve.of(picked), 0.0)
+
+    def _best(self, z: jax.Array, curve: LogitCurve) -> jax.Array:
+        """The column of each token's largest logit, as float32, which holds all numbers below 2^24."""
+        y = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, curve.of(z), -jnp.inf)
+        largest, column = jnp.max(y, axis=1), jnp.argmax(y, axis=1).astype(jnp.int32)
+        if self.axes:
+            column += lax.axis_index(self.axes) * self.vocabulary
+            is_largest = largest == across(ReductionOp.MAX, largest, self.axes)
+            column = across(ReductionOp.MIN, jnp.where(is_largest, column, jnp.iinfo(jnp.int32).max), self.axes)
+        return column.astype(jnp.float32)
 
     def _entropy(self, z: jax.Array, lse: jax.Array, curve: LogitCurve) -> jax.Array:
         """-sum p log(p), in one pass over the chunk; lse is only a shift, whose rounding does not change p."""
@@ -352,7 +365,7 @@ class LossHead:
         return chunk_size(rows, self.columns * np.dtype(dtype).itemsize, self.chunk_bytes)
 
     def _reads_logits(self, labels: jax.Array) -> bool:
-        return self.has_entropy or labels.ndim > 1
+        return self.has_entropy or self.has_best or labels.ndim > 1
 
     def _logits_dtype(self, labels: jax.Array) -> np.dtype:
         """The dtype of a chunk's logits: float32 where a statistic is read from them, not only their cotangent."""
@@ -381,7 +394,8 @@ class LossHead:
         """Zeros that vary over the same mesh axes as a chunk's statistics: not over those that shard W."""
         axes = varying_axes(*jax.tree.leaves((tokens, kernel))) - set(self.axes)
         rows, target = (vary(axes, jnp.zeros(shape, jnp.float32))[0] for shape in (labels.shape[:1], labels.shape))
-        return Statistics(rows, target, rows if self.has_total else None, rows if self.has_entropy else None)
+        has_more = (self.has_total, self.has_entropy, self.has_best)
+        return Statistics(rows, target, *(rows if is_asked else None for is_asked in has_more))
 
     def _no_gradients(self, tokens: Tokens, kernel: Kernel, *, is_single: bool) -> tuple[Tokens, Kernel]:
         axes = varying_axes(*jax.tree.leaves((tokens, kernel)))
