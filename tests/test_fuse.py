@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 import coda_jax as coda
 from coda_jax.jaxprs.walk import equations
 from coda_jax.primitives import gemm_primitive
+from coda_jax.tools.fusion_report import IS_KERNEL
 from tests import plain_models
 from tests.plain_models import NAMES, layer_norm, loss_of, model, rms_norm
 
@@ -572,3 +573,142 @@ def test_the_implementation_is_that_of_the_products():
     with pytest.raises(NotImplementedError, match=r"implementation=.cuda."):
         coda.fuse(layer, implementation="cuda")(w, x)
     assert largest_error(coda.fuse(layer, implementation="xla")(w, x), layer(w, x)) < 1e-5
+
+
+def feed_forward(w, x):
+    return x + jax.nn.silu(rms_norm(x, w["norm_1"]) @ w["up"]) @ w["down"]
+
+
+CALLED = {
+    "in place": lambda layer, w, x: layer(w, layer(w, x)),
+    "jit": lambda layer, w, x: jax.jit(layer)(w, jax.jit(layer)(w, x)),
+    "checkpoint": lambda layer, w, x: jax.checkpoint(layer)(w, x),
+    "scan": lambda layer, w, x: jax.lax.scan(lambda x, _: (layer(w, x), None), x, length=2)[0],
+    "cond": lambda layer, w, x: jax.lax.cond(x[0, 0, 0] > 0, layer, lambda w, x: x, w, x),
+    "vmap": lambda layer, w, x: jax.vmap(layer, (None, 0))(w, x),
+    "gradient": lambda layer, w, x: x - jax.grad(lambda x: jnp.sum(jnp.float32(layer(w, x)) ** 2))(x),
+    "within another": lambda layer, w, x: coda.fuse(lambda w, x: jnp.tanh(layer(w, x)))(w, x),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("called", CALLED)
+def test_a_fused_function_is_a_part_of_the_one_that_calls_it(called, door):
+    def loss(layer):
+        return lambda w, x: jnp.mean(jnp.square(CALLED[called](layer, w, x).astype(jnp.float32)))
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    plain, inside = loss(feed_forward), loss(coda.fuse(feed_forward))
+    if called == "gradient" and door == "grad(fuse)":  # of the second order
+        assert largest_error(coda.fuse(inside)(w, x), plain(w, x)) < 1e-5
+    else:
+        assert largest_error(jax.jit(DOORS[door](inside))(w, x), jax.jit(with_gradients(plain))(w, x)) < 1e-5
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), (w, x))
+    fuse = coda.fuse if called == "gradient" and door == "grad(fuse)" else DOORS[door]
+    found, expected = (coda.explain(fuse(f), *types, platform="cuda") for f in (inside, plain))
+    assert found.totals.passes_bytes == expected.totals.passes_bytes
+    assert found.totals.kept_bytes == expected.totals.kept_bytes
+    assert (found.kernels, found.others) == (expected.kernels, expected.others) and not found.others
+
+
+def test_a_function_jitted_inside_of_a_fused_one_is_fused_alone_outside_of_it():
+    """What JAX has of its trace inside serves there alone, and what it has of one outside serves outside alone."""
+    w, x = plain_models.weights(), plain_models.inputs()
+    for first in (0, 1):
+        layer = jax.jit(coda.fuse(feed_forward))
+        pair = [coda.fuse(lambda w, x, layer=layer: jnp.tanh(layer(w, x))), layer]
+        for f in (pair[first], pair[1 - first]):
+            assert counts(f, w, x) == (0, 2)
+        assert [not one.reason for one in coda.fuse.report(pair[0], w, x).products] == [True, True]
+
+
+def test_what_a_report_says_of_a_fused_function_inside():
+    w, x = plain_models.weights(), plain_models.inputs(jnp.bfloat16)
+    w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+
+    def loss(layer):
+        return lambda w, x: jnp.mean(jnp.square((layer(w, x) @ w["up"]).astype(jnp.float32)))
+
+    plain, inside = (coda.fuse.report(loss(f), w, x) for f in (feed_forward, coda.fuse(feed_forward)))
+    assert (inside.products, inside.backward) == (plain.products, plain.backward)
+    assert all("(feed_forward)" in one.line for one in inside.products[:2])
+    own = coda.fuse.report(loss(coda.fuse(feed_forward, exact=True)), w, x)
+    assert [one.reason for one in own.products if one.reason] == [IS_KERNEL] * 2
+    assert "test_fuse.py" in own.products[-1].line
+    assert inside.plain.totals == own.plain.totals == plain.plain.totals
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"implementation": "xla"}, {"check": True}, {"memory": None}])
+def test_options_of_a_fused_function_inside_hold(options):
+    """Those that it has none of are those of the function around; others are its own."""
+    w, x = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), y) for y in (plain_models.weights(), plain_models.inputs()))
+
+    def twice(layer):
+        return lambda w, x: layer(w, layer(w, x))
+
+    inside = twice(coda.fuse(feed_forward))
+    assert str(jax.make_jaxpr(coda.fuse(inside, **options))(w, x)).count("coda_gemm") >= 4
+    found, expected = (jax.jit(coda.fuse(f, **options))(w, x) for f in (inside, twice(feed_forward)))
+    np.testing.assert_array_equal(found, expected)
+    own = coda.fuse(twice(coda.fuse(feed_forward, **options)))
+    assert largest_error(*(jax.jit(f)(w, x).astype(jnp.float32) for f in (own, coda.fuse(twice(feed_forward))))) < 2e-2
+    one = jax.jit(coda.fuse(feed_forward, **options))
+    np.testing.assert_array_equal(jax.jit(own)(w, x), one(w, one(w, x)))
+
+
+def test_a_fused_function_in_one_that_stays_is_fused_alone():
+    def convolved(w, x):
+        images = jnp.broadcast_to(x[0][:, :, None, None], (*x.shape[1:], 8, 8))
+        kernel = jnp.ones((images.shape[1], images.shape[1], 7, 7))
+        return x + jnp.mean(jax.lax.conv(images, kernel, (1, 1), "SAME"))
+
+    def f(layer):
+        return lambda w, x: layer(w, convolved(w, x))
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    (reason,) = {one.reason for one in coda.fuse.report(f(feed_forward), w, x).products}
+    assert "convolutions" in reason
+    inside = f(coda.fuse(feed_forward))
+    assert counts(coda.fuse(inside), w, x) == (0, 2)
+    assert not any(one.reason for one in coda.fuse.report(inside, w, x).products)
+    assert largest_error(coda.fuse(inside)(w, x), f(feed_forward)(w, x)) < 1e-5
+
+
+@jax.custom_vjp
+def through(w, x):
+    return coda.fuse(feed_forward)(w, x)
+
+
+through.defvjp(lambda w, x: jax.vjp(coda.fuse(feed_forward), w, x), lambda pullback, cotangent: pullback(2 * cotangent))
+
+
+def test_a_fused_function_in_one_with_a_derivative_of_its_own_is_fused_alone():
+    def f(w, x):
+        return through(w, x) @ w["up"]
+
+    w, x = plain_models.weights(), plain_models.inputs()
+    assert counts(coda.fuse(f), w, x) == (0, 3)
+    assert largest_error(coda.fuse(f)(w, x), f(w, x)) < 1e-5
+    found, expected = (jax.grad(lambda w: jnp.sum(f(w, x) ** 2))(w) for f in (coda.fuse(f), f))  # noqa: B023
+    assert largest_error(found, expected) < 1e-5
+
+
+def test_the_gradient_of_a_fused_loss_inside_keeps_no_logits():
+    def loss(w, x, labels):
+        z = jnp.float32(x @ w)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(z), labels[..., None], -1))
+
+    args = (
+        jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4, 256, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4, 256), jnp.int32),
+    )
+    fused = coda.fuse(loss)
+    found = coda.explain(coda.fuse(with_gradients(fused)), *args, platform="cuda")
+    expected = coda.explain(with_gradients(fused), *args, platform="cuda")
+    assert found.totals.passes_bytes == expected.totals.passes_bytes
+    assert (found.kernels, found.others) == (expected.kernels, expected.others)
+    assert all(one.reason == IS_KERNEL for one in coda.fuse.report(with_gradients(fused), *args).products)
+    mean = coda.fuse(lambda w, x, labels: jnp.mean(jax.vmap(fused, (None, 0, 0))(w, x, labels)))
+    assert counts(mean, *args)[0] == 0

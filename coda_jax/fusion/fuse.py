@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -18,13 +19,17 @@ from jax.extend import core
 
 from coda_jax.fusion.checked import checked
 from coda_jax.fusion.modules import changes_shared, is_change_outside, update_modules
-from coda_jax.fusion.pieces import Options, Pieces, signature
+from coda_jax.fusion.pieces import Options, Pieces, kernels_in, signature
+from coda_jax.fusion.straight import as_inner
 from coda_jax.graph.static import Static
+from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.evaluate import without_constants
 from coda_jax.primitives.call_arguments import check_implementation
 
 _SIGNATURES = 64  # of a function, whose traces are kept
 _lock = threading.RLock()  # of the traces of all functions; comparing two signatures may run a user's code
+_ENCLOSING = jax.make_user_context(None)  # the options of the function that this thread traces; of JAX's traces' keys
+_PLAIN = "plain"  # in the place of options: nothing is fused
 _ASKED_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -55,6 +60,8 @@ class Fused:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """f(*args, **kwargs)."""
+        if _ENCLOSING.value == _PLAIN:
+            return self._f(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         traced = self._traced(leaves, tree)
         if not isinstance(traced, str) and changes_shared((args, kwargs), traced.changed):
@@ -97,7 +104,11 @@ class Fused:
 
     def _trace(self, leaves: Sequence[Any], tree: Any) -> _Traced | str:
         found: list[Any] = []
-        pieces = self.pieces = Pieces(self.options)  # earlier ones live as long as their traces
+        pieces = Pieces(self.options)  # earlier ones live as long as their traces
+        enclosing = _ENCLOSING.value
+        is_inner = not self._is_checked and enclosing is not None and self.options in (enclosing, Options())
+        if not is_inner:
+            self.pieces = pieces
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
@@ -113,7 +124,8 @@ class Fused:
 
         flat.__name__ = self.name
         try:
-            closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
+            with _ENCLOSING(enclosing if is_inner else self.options):
+                closed = jax.make_jaxpr(flat)(*filter(_is_array, leaves))
         except _ASKED_VALUE:
             return "it asks for the value of an array"
         except _OtherStructure:
@@ -122,9 +134,12 @@ class Fused:
             if is_change_outside(error):
                 return "it changes a module that it closes over"
             raise
+        pieces.kernels += kernels_in(closed.jaxpr)
         function = pieces.function(closed, self.name, is_outer=True)
         if self._is_checked:
             function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
+        elif is_inner:
+            function = as_inner(self.name, closed, function if _is_loss(closed) else None)
         out_tree, changed = found
         return _Traced(function, closed.consts, out_tree, changed)
 
@@ -136,6 +151,12 @@ class Fused:
     def plain(self) -> Callable[..., Any]:
         """The function itself."""
         return self._f
+
+
+def unfused() -> contextlib.AbstractContextManager[Any]:
+    """A context in which fused functions are called as they are, for what plain JAX makes of a function."""
+    context: contextlib.AbstractContextManager[Any] = _ENCLOSING(_PLAIN)
+    return context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +275,12 @@ def fuse(
         raise ValueError(f"fuse: defer_norms = {defer_norms!r}; it must be True, False or None")
     options = Options(bool(exact), defer_norms, bool(chunk_losses), memory, implementation)
     return Fused(f, options, is_checked=bool(check))
+
+
+def _is_loss(closed: core.ClosedJaxpr) -> bool:
+    """True for a function of one number, whose derivative by its own graph has no logits and no norms in memory."""
+    results = closed.out_avals
+    return len(results) == 1 and not results[0].shape and is_float(results[0].dtype)
 
 
 def _is_array(x: Any) -> bool:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.straight import CHECKPOINTS, at_line
+from coda_jax.fusion.straight import CHECKPOINTS, CUSTOM_VJPS, at_line, is_inner
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
@@ -39,7 +39,7 @@ class Nested:
         return results
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-        run = _RULES.get(equation.primitive.name)
+        run = _rule(equation)
         if run is None or not any(map(has_products, inner_jaxprs(equation))):
             return bind(equation.primitive, inputs, equation.params)
         arrays = [
@@ -54,6 +54,16 @@ class Nested:
             closed = core.ClosedJaxpr(*opened(body))
             self._known[id(body)] = body, functools.partial(self._fused(closed, name), *closed.consts)
         return self._known[id(body)][1]
+
+
+def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:
+    """How the bodies of an equation are run fused; None where they stay."""
+    if is_inner(equation):
+        return _call
+    if equation.primitive.name in CUSTOM_VJPS:
+        holds = any(is_inner(inner) for inner, _ in equations(opened(callee(equation))[0]))
+        return _custom_vjp if holds else None
+    return _RULES.get(equation.primitive.name)
 
 
 def has_products(jaxpr: core.Jaxpr) -> bool:
@@ -112,6 +122,17 @@ def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequ
     whole = without_constants(closed)
     given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
     return bind(equation.primitive, [*closed.consts, *inputs], {**params, "jaxpr": given})
+
+
+def _call(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    return fused(callee(equation), "fuse")(*inputs)
+
+
+def _custom_vjp(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The function alone; its rules, whose functions are traced outside of the one around, are fused where they are."""
+    body, held = fused(callee(equation), "custom_vjp"), callee(equation)
+    closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))
+    return bind(equation.primitive, inputs, {k: closed if x is held else x for k, x in equation.params.items()})
 
 
 def _shard_map(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

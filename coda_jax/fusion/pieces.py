@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Function, Nested, has_products
 from coda_jax.fusion.residuals import with_fewer_residuals
-from coda_jax.fusion.straight import line_of, straight
+from coda_jax.fusion.straight import is_inner, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
@@ -44,11 +44,11 @@ class Options:
       implementation: as in `gemm`.
     """
 
-    is_exact: bool
-    defer_norms: bool | None
-    chunk_losses: bool
-    memory: str | None
-    implementation: str
+    is_exact: bool = False
+    defer_norms: bool | None = None
+    chunk_losses: bool = True
+    memory: str | None = "same"
+    implementation: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,10 +84,11 @@ class Pieces:
 
     Attributes:
       made: all of them, in order.
+      kernels: the products of the function that are kernels before it is fused, with the user's lines.
     """
 
     def __init__(self, options: Options):
-        self.options, self.made = options, list[Piece]()
+        self.options, self.made, self.kernels = options, list[Piece](), list[tuple[Equation, str]]()
         self._bodies: dict[Hashable, Any] = {}  # of maps of all pieces
 
     def function(self, closed: core.ClosedJaxpr, name: str, *, is_outer: bool = False) -> Function:
@@ -106,8 +107,19 @@ class Pieces:
         return function
 
     def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
-        """The function for arrays of these types."""
-        flat, losses = straight(whole, arrays), list[tuple[Equation, str]]()
+        """The function for arrays of these types; where it stays as it is, fused functions in it are fused alone."""
+        before = len(self.made)
+        function = self._opened_at(straight(whole, arrays), name, arrays, is_outer)
+        if any(piece.lifted is None for piece in self.made[before:]):
+            flat = straight(whole, arrays, opens_inner=False)
+            if any(map(is_inner, flat.jaxpr.eqns)):
+                del self.made[before:]
+                return self._opened_at(flat, name, arrays, is_outer)
+        return function
+
+    def _opened_at(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
+        """The function of a straight jaxpr."""
+        losses = list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
             flat, losses = with_losses(flat, sums=is_outer)
         flat = with_fewer_residuals(flat, arrays)
@@ -154,6 +166,16 @@ class Pieces:
                 reason += f"as JAX derives it, it keeps {most // 2**10}"
             del self.made[before:]  # the bodies in it, which become pieces again where it is run
         return None, reason
+
+
+def kernels_in(jaxpr: core.Jaxpr, around: str = "") -> Iterator[tuple[Equation, str]]:
+    """The products that are kernels, bodies' too, with the user's lines; around: the line of what holds the jaxpr."""
+    for equation in jaxpr.eqns:
+        line = line_of(equation) or around
+        if equation.primitive.name == "coda_gemm":
+            yield equation, line
+        for inner in inner_jaxprs(equation):
+            yield from kernels_in(inner, line)
 
 
 def _keeps_no_more(kept: Any, most: Any) -> bool:

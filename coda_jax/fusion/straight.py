@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,50 +13,78 @@ from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.calls import CALLS, callee, opened
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.evaluate import read, without_constants
 
 CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
+CUSTOM_VJPS = CUSTOM_DERIVATIVES - {"custom_jvp_call"}
 _OPENED = CALLS - CHECKPOINTS
+# They begin the names of calls of fused functions inside of others; JAX's derivatives and batches of calls keep names.
+_INNER, _INNER_RULE = "coda_fused_", "coda_ruled_"
 # Equal ones are made once.
 _SHARED = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "reduce_max"})
 
 
-def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr:
+def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any], *, opens_inner: bool = True) -> core.ClosedJaxpr:
     """The jaxpr at these arrays, with its calls inlined and without equations whose results nobody reads.
 
     Checkpoints, loops, branches and functions with derivatives of their own stay, and so do jitted functions that say
-    how their arguments are sharded or donated. An equation has the line of the outermost call that it came from.
+    how their arguments are sharded or donated. An equation has the line of the outermost call that it came from; one
+    of a fused function that this one calls has its line there.
+
+    Args:
+      jaxpr: any.
+      arrays: its arguments, or their types.
+      opens_inner: whether calls of fused functions are inlined too.
     """
-    flat = jax.make_jaxpr(lambda *given: _results(jaxpr.jaxpr, jaxpr.consts, given, None, {}))(*arrays)
+    opening = _Opening(opens_inner)
+    flat = jax.make_jaxpr(lambda *given: opening.results(jaxpr.jaxpr, jaxpr.consts, given))(*arrays)
     needed, _ = partial_eval.dce_jaxpr(flat.jaxpr, [True] * len(flat.out_avals), instantiate=True)
     return core.ClosedJaxpr(needed, flat.consts)
 
 
-def _results(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], call: Equation | None, known: dict[Any, Any]
-) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for equation in jaxpr.eqns:
-        inputs = [read(values, v) for v in equation.invars]
-        source = equation if call is None else call
-        if is_opened(equation):
-            outputs: Sequence[Any] = _results(*opened(callee(equation)), inputs, source, known)
-        elif equation.primitive.name in _SHARED:
-            key = equation.primitive.name, str(equation.params), tuple(map(id, inputs))
-            if key not in known:
-                known[key] = at_line(source, bind, equation.primitive, inputs, equation.params), inputs
-            outputs, _ = known[key]
-        else:
-            outputs = at_line(source, bind, equation.primitive, inputs, equation.params)
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(values, v) for v in jaxpr.outvars]
+class _Opening:
+    """The work of `straight`."""
+
+    def __init__(self, opens_inner: bool):
+        self._opens_inner = opens_inner
+        self._known: dict[Any, Any] = {}  # results of equations that are made once, with what they read
+
+    def results(
+        self,
+        jaxpr: core.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        call: Equation | None = None,
+        scope: Sequence[Any] = (),
+    ) -> list[Any]:
+        """The results of a jaxpr; call: the one that it is of; scope: the name stacks of calls of fused functions."""
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        for equation in jaxpr.eqns:
+            inputs = [read(values, v) for v in equation.invars]
+            source = equation if call is None else call
+            if self._opens_inner and is_inner(equation):
+                around = (*scope, source.source_info.name_stack)
+                outputs: Sequence[Any] = self.results(*opened(callee(equation)), inputs, None, around)
+            elif is_opened(equation):
+                outputs = self.results(*opened(callee(equation)), inputs, source, scope)
+            elif equation.primitive.name in _SHARED:
+                key = equation.primitive.name, str(equation.params), tuple(map(id, inputs))
+                if key not in self._known:
+                    made = at_line(source, bind, equation.primitive, inputs, equation.params, scope=scope)
+                    self._known[key] = made, inputs
+                outputs, _ = self._known[key]
+            else:
+                outputs = at_line(source, bind, equation.primitive, inputs, equation.params, scope=scope)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(values, v) for v in jaxpr.outvars]
 
 
-def at_line(equation: Equation, f: Callable[..., Any], *args: Any) -> Any:
-    """f(*args), whose equations have the line and the name scope of this equation."""
+def at_line(equation: Equation, f: Callable[..., Any], *args: Any, scope: Sequence[Any] = ()) -> Any:
+    """f(*args), whose equations have the line and the name scope of this equation, inside of the scopes around it."""
     info = equation.source_info
-    with source_info_util.user_context(info.traceback, name_stack=info.name_stack):
+    names = functools.reduce(operator.add, [*scope, info.name_stack])
+    with source_info_util.user_context(info.traceback, name_stack=names):
         return f(*args)
 
 
@@ -65,12 +95,51 @@ def applied(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_opened(equation: Equation) -> bool:
-    """True for a call that is inlined."""
-    if equation.primitive.name not in _OPENED:
+    """True for a call that is inlined, and is none of a fused function."""
+    if equation.primitive.name not in _OPENED or is_inner(equation):
         return False
     shardings = [*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ())]
     is_placed = any(isinstance(x, jax.sharding.Sharding) for x in shardings)
     return not is_placed and not any(equation.params.get("donated_invars", ()))
+
+
+def as_inner(name: str, closed: core.ClosedJaxpr, derived: Callable[..., Sequence[Any]] | None) -> Callable[..., Any]:
+    """A fused function of this jaxpr, inside of another one, as a function of its constants and its arguments.
+
+    It is a call that the function around opens. Where it stays a call, it is a function of its own.
+
+    Args:
+      name: of the function.
+      closed: its equations.
+      derived: what is differentiated in its place, where the function around holds derivatives of it; None: itself.
+    """
+
+    def function(*arrays: Any) -> list[Any]:
+        return core.jaxpr_as_fun(without_constants(closed))(*arrays)
+
+    function.__name__ = f"{_INNER if derived is None else _INNER_RULE}{name}"
+    call = jax.jit(function)
+    if derived is None:
+        return call
+    rule = jax.custom_vjp(lambda *arrays: call(*arrays))
+
+    def forward(*arrays: Any) -> tuple[list[Any], Any]:
+        return jax.vjp(lambda *xs: list(derived(*xs)), *arrays)
+
+    rule.defvjp(forward, lambda pullback, cotangents: pullback(cotangents))
+    return rule
+
+
+def is_inner(equation: Equation) -> bool:
+    """True for a call of a fused function."""
+    if equation.primitive.name not in CUSTOM_VJPS:
+        return _is_named(equation, _INNER)
+    equations = opened(callee(equation))[0].eqns
+    return len(equations) == 1 and _is_named(equations[0], _INNER_RULE)  # others' rules are not of their equations
+
+
+def _is_named(equation: Equation, name: str) -> bool:
+    return equation.primitive.name in ("jit", "pjit") and str(equation.params["name"]).startswith(name)
 
 
 def line_of(equation: Equation) -> str:

@@ -10,13 +10,15 @@ import jax
 from jax.extend import core
 
 from coda_jax.fusion.dots import dots_in
-from coda_jax.fusion.fuse import Fused, fuse
+from coda_jax.fusion.fuse import Fused, fuse, unfused
 from coda_jax.fusion.pieces import Piece
 from coda_jax.fusion.straight import line_of
 from coda_jax.graph.describe import described, made_in, name_of
 from coda_jax.graph.values import Product, is_float
 from coda_jax.tools.explain import Explanation, explain
 from coda_jax.tools.text import columns
+
+IS_KERNEL = "it is a kernel of its own, of an operator, a block or a function fused with other options"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +94,15 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             raise
         return Report(fused.name, (), (), None, None, fused.reason)  # it cannot be traced
     pieces, reason = list(fused.pieces.made), fused.reason
+    kernels = (FusedProduct(fused.name, line, _types(x), (), IS_KERNEL) for x, line in fused.pieces.kernels)
     is_loss = isinstance(result, jax.ShapeDtypeStruct) and not result.shape and is_float(result.dtype)
-    functions = (_with_gradients(g) if is_loss else g for g in (fused.plain, fused))
-    plain_explained, fused_explained = (explain(g, *args, **kwargs, platform="cuda") for g in functions)
+    plain_function, fused_function = (_with_gradients(g) if is_loss else g for g in (fused.plain, fused))
+    with unfused():
+        plain_explained = explain(plain_function, *args, **kwargs, platform="cuda")
+    fused_explained = explain(fused_function, *args, **kwargs, platform="cuda")
     return Report(
         fused.name,
-        tuple(product for piece in pieces for product in _products(piece)),
+        (*(product for piece in pieces for product in _products(piece)), *kernels),
         tuple(_backward(piece) for piece in pieces if piece.lifted is not None),
         plain_explained,
         fused_explained,
@@ -153,4 +158,4 @@ def _shapes(product: Product) -> str:
 
 
 def _types(equation: core.JaxprEqn) -> str:
-    return " @ ".join(x.aval.str_short() for x in equation.invars)
+    return " @ ".join(x.aval.str_short() for x in equation.invars[:2])
