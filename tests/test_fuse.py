@@ -1,5 +1,7 @@
 """`coda.fuse`: the values and gradients of functions that it fuses, what it fuses, and what it leaves as it is."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -712,3 +714,107 @@ def test_the_gradient_of_a_fused_loss_inside_keeps_no_logits():
     assert all(one.reason == IS_KERNEL for one in coda.fuse.report(with_gradients(fused), *args).products)
     mean = coda.fuse(lambda w, x, labels: jnp.mean(jax.vmap(fused, (None, 0, 0))(w, x, labels)))
     assert counts(mean, *args)[0] == 0
+
+
+def train_step(w, momentum, x):
+    value, (gradient, _) = with_gradients(loss_of(feed_forward))(w, x)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, w, momentum), momentum, value
+
+
+def arguments_of_step(dtype):
+    w, x = (jax.tree.map(lambda x: x.astype(dtype), y) for y in (plain_models.weights(), plain_models.inputs()))
+    w = {name: w[name] for name in ("norm_1", "up", "down")}
+    return jax.tree.map(jnp.copy, (w, jax.tree.map(jnp.zeros_like, w), x))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("donated", [(), (0, 1), (1,)])
+def test_a_jitted_step_is_fused_and_donates_what_it_donated(donated, dtype, caplog):
+    step = jax.jit(train_step, donate_argnums=donated)
+    fused = coda.fuse(step)
+    products = coda.fuse.report(fused, *arguments_of_step(jnp.bfloat16)).products
+    assert [(one.piece, one.reason) for one in products] == [("train_step", "")] * 6
+    types = jax.eval_shape(lambda: arguments_of_step(jnp.bfloat16))
+    found, expected, plain = (
+        coda.explain(f, *types, platform="cuda") for f in (fused, coda.fuse(train_step), train_step)
+    )
+    assert (found.kernels, found.others) == (expected.kernels, expected.others) == (6, 0)
+    assert found.totals.passes_bytes == expected.totals.passes_bytes < plain.totals.passes_bytes
+    results, gone = [], []
+    for f in (step, fused, jax.jit(lambda *args: fused(*args))):
+        args = arguments_of_step(dtype)
+        results.append(jax.tree.map(lambda x: x.astype(jnp.float32), f(*args)))
+        gone.append([x.is_deleted() for x in jax.tree.leaves(args)])
+    for other in results[1:]:
+        assert largest_error(other, results[0]) < (1e-5 if dtype == jnp.float32 else 2e-2)
+    assert gone[1] == gone[0] and any(gone[0]) == bool(donated) and not any(gone[2])
+    again = arguments_of_step(dtype)
+    with jax.log_compiles():
+        caplog.clear()
+        fused(*again)
+    assert "compil" not in caplog.text.lower()
+    assert [e.params["name"] for e in jax.make_jaxpr(fused)(*again).jaxpr.eqns] == ["train_step"]  # one program
+
+
+def test_a_donated_step_beside_other_work_is_fused_by_itself(capfd):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(w, x):
+        jax.debug.print("loss {}", jnp.float32(1))
+        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss_of(feed_forward))(w, x)), jnp.zeros(())
+
+    def f(w, x):
+        x = jnp.tanh(x @ w["up"])[..., : x.shape[-1]]
+        return step(w, x)
+
+    results = []
+    for g in (f, coda.fuse(f)):
+        w, _, x = arguments_of_step(jnp.float32)
+        results.append(g(w, x))
+        assert all(y.is_deleted() for y in jax.tree.leaves(w))
+    assert largest_error(*results) < 1e-5
+    w, _, x = arguments_of_step(jnp.float32)
+    products = coda.fuse.report(f, w, x).products
+    assert sorted(one.piece for one in products) == ["f", *["step"] * 6] and not any(one.reason for one in products)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("loss 1") == 2
+
+
+def test_a_jitted_step_of_nnx_that_donates_its_model():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.up, self.down = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1))
+
+    def step(model, x):
+        def loss(model):
+            return jnp.mean((x + model.down(nnx.gelu(model.up(x)))) ** 2)
+
+        value, gradient = nnx.value_and_grad(loss)(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), gradient))
+        return value
+
+    step, x = nnx.jit(step, donate_argnums=0), jnp.arange(32.0).reshape(4, 8) / 8
+    fused = coda.fuse(step)
+    values, states = [], []
+    for f in (step, fused):
+        model = Model()
+        before = jax.tree.leaves(nnx.state(model))
+        values.append([f(model, x) for _ in range(3)])
+        states.append(nnx.state(model))
+        assert all(one.is_deleted() for one in before)
+    assert largest_error(*values) < 1e-5 and largest_error(*(jax.tree.leaves(s) for s in states)) < 1e-5
+    assert [one.reason for one in coda.fuse.report(fused, Model(), x).products] == [""] * 5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_a_fused_jitted_loss(dtype):
+    w, _, x = arguments_of_step(dtype)
+    loss = loss_of(feed_forward)
+    fused = coda.fuse(jax.jit(loss))
+    as_floats = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    found, expected = (as_floats(with_gradients(f)(w, x)) for f in (fused, loss))
+    assert largest_error(found, expected) < (1e-5 if dtype == jnp.float32 else 3e-2)
+    if dtype == jnp.bfloat16:
+        totals = [coda.explain(with_gradients(f), w, x, platform="cuda").totals for f in (fused, coda.fuse(loss))]
+        assert totals[0].passes_bytes == totals[1].passes_bytes and totals[0].kept_bytes == totals[1].kept_bytes

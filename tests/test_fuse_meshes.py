@@ -177,3 +177,34 @@ def test_what_stands_beside_products_over_explicit_axes(f, door):
         for a, b in zip(*map(jax.tree.leaves, (found, own)), strict=True):
             assert not b.ndim or jax.typeof(a).sharding == b.sharding
     assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("of", ["step", "loss"])
+def test_shardings_of_a_jitted_function_hold(of, kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+    w, x = plain_models.weights(), jnp.concatenate([plain_models.inputs()] * 4)
+    whole, rows = NamedSharding(mesh, jax.P()), NamedSharding(mesh, jax.P("data"))
+    cut = {name: rows if kind == "Auto" and x.ndim > 1 else whole for name, x in w.items()}
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss_of(block))(w, x)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient), jnp.tanh(x)
+
+    placed = {"in_shardings": (cut, rows), "donate_argnums": 0} if of == "step" else {"in_shardings": (cut, rows)}
+    out = (whole, cut, whole if kind == "Auto" else rows) if of == "step" else whole
+    jitted = jax.jit(step if of == "step" else loss_of(block), **placed, out_shardings=out)
+    fused = coda.fuse(jitted)
+    assert not any(one.reason for one in coda.fuse.report(fused, w, x).products) or kind == "Explicit"
+    results = []
+    for is_fused, f in enumerate((jitted, fused)):
+        f = f if of == "step" else jax.value_and_grad(f)
+        given = jax.device_put(jax.tree.map(jnp.copy, w), cut), jax.device_put(jnp.copy(x), rows)
+        with jax.set_mesh(mesh):
+            assert counts(f, *given)[1 - is_fused] == 0
+            results.append((f(*given), [one.is_deleted() for one in jax.tree.leaves(given)]))
+    (own, own_gone), (found, gone) = results
+    assert gone == own_gone
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, own)) < 1e-5

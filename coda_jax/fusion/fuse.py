@@ -226,7 +226,9 @@ def fuse(
     them runs in their epilogues where it is local to tiles: biases, activations, gates, rotations of heads, residuals,
     the sums of norms. So does the derivative of all that, which is derived of the same graph. An RMSNorm that products
     alone read may be applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map
-    are fused each by itself. All the rest runs as it is: attention, gathers, functions with a custom_vjp.
+    are fused each by itself; so is a jitted function that donates its arguments or says how arrays are sharded, or that
+    is f itself, which then stays one program. All the rest runs as it is: attention, gathers, functions with a
+    custom_vjp.
 
     As under jax.jit, f's Python code runs once for each signature: the types of the arrays, and the values of all other
     arguments; and in each call where it closes over arrays of JAX, or reads them of an argument that is no pytree.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.straight import CHECKPOINTS, CUSTOM_VJPS, at_line, is_inner
+from coda_jax.fusion.straight import CHECKPOINTS, CUSTOM_VJPS, JITS, at_line, is_inner
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
@@ -27,11 +27,17 @@ class Nested:
 
     Args:
       fused: the function that a closed jaxpr becomes; the second argument is the name of what holds it.
+      fused_in_jit: the same for what a jitted function holds, if that is another one.
     """
 
-    def __init__(self, fused: Callable[[core.ClosedJaxpr, str], Function]):
-        self._fused = fused
+    def __init__(
+        self,
+        fused: Callable[[core.ClosedJaxpr, str], Function],
+        fused_in_jit: Callable[[core.ClosedJaxpr, str], Function] | None = None,
+    ):
+        self._fused, self._fused_in_jit = fused, fused_in_jit or fused
         self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
+        self._jitted: dict[Hashable, core.ClosedJaxpr] = {}  # the same of jitted functions, as jaxprs
 
     def __call__(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation, at its line."""
@@ -40,20 +46,34 @@ class Nested:
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         run = _rule(equation)
-        if run is None or not any(map(has_products, inner_jaxprs(equation))):
+        is_jitted = run is None and equation.primitive.name in JITS
+        if (run is None and not is_jitted) or not any(map(has_products, inner_jaxprs(equation))):
             return bind(equation.primitive, inputs, equation.params)
+        if is_jitted:  # its arrays are donated as they are
+            return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation)})
         arrays = [
             jnp.asarray(x, v.aval.dtype) if jnp.ndim(x) == 0 and not is_key(v.aval) else x
             for x, v in zip(inputs, equation.invars, strict=True)
         ]
         return run(self._function, equation, arrays)
 
-    def _function(self, body: Any, name: str) -> Function:
+    def _function(self, body: Any, name: str, *, in_jit: bool = False) -> Function:
         """The function that a body becomes, made once."""
         if id(body) not in self._known:
             closed = core.ClosedJaxpr(*opened(body))
-            self._known[id(body)] = body, functools.partial(self._fused(closed, name), *closed.consts)
+            fused = self._fused_in_jit if in_jit else self._fused
+            self._known[id(body)] = body, functools.partial(fused(closed, name), *closed.consts)
         return self._known[id(body)][1]
+
+    def _of_jit(self, equation: Equation) -> core.ClosedJaxpr:
+        """What the jaxpr of a jitted function becomes; the same each time, so that it is compiled once."""
+        body = callee(equation)
+        key = id(body), jax.sharding.get_abstract_mesh()
+        if key not in self._jitted:
+            function = self._function(body, str(equation.params["name"]), in_jit=True)
+            types: list[Any] = [x.aval for x in opened(body)[0].invars]
+            self._jitted[key] = jax.make_jaxpr(lambda *xs: list(function(*xs)))(*types)
+        return self._jitted[key]
 
 
 def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:

@@ -20,7 +20,7 @@ from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Function, Nested, has_products
 from coda_jax.fusion.residuals import with_fewer_residuals
-from coda_jax.fusion.straight import is_inner, line_of, straight
+from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
@@ -108,6 +108,8 @@ class Pieces:
 
     def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
         """The function for arrays of these types; where it stays as it is, fused functions in it are fused alone."""
+        if is_outer and is_jitted(whole.jaxpr):  # it stays one program where it is called outside of another one
+            return self._opened_at(whole, name, arrays, is_outer)
         before = len(self.made)
         function = self._opened_at(straight(whole, arrays), name, arrays, is_outer)
         if any(piece.lifted is None for piece in self.made[before:]):
@@ -126,22 +128,33 @@ class Pieces:
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
             flat, arrays = without_constants(flat), [*consts, *arrays]
-        function = self._straight_function(flat, name, arrays, losses)
+        function = self._straight_function(flat, name, arrays, losses, is_outer)
         return functools.partial(function, *consts) if consts else function
 
     def _straight_function(
-        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], losses: Sequence[tuple[Equation, str]]
+        self,
+        flat: core.ClosedJaxpr,
+        name: str,
+        arrays: Sequence[Any],
+        losses: Sequence[tuple[Equation, str]],
+        is_outer: bool,
     ) -> Function:
         if flat.jaxpr.effects:
-            return _Segments(flat, name, self)
+            return _Segments(flat, name, self, is_outer)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
         if not reason:
-            found, reason = self._lifted(flat, name, arrays)
-        piece = Piece(name, found, reason, flat, Nested(self.function), losses)
+            found, reason = self._lifted(flat, name, arrays, is_outer)
+        piece = Piece(name, found, reason, flat, self.nested(is_outer), losses)
         self.made.append(piece)
         return piece
 
-    def _lifted(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any]) -> tuple[Lifted | None, str]:
+    def nested(self, is_outer: bool) -> Nested:
+        """What runs the bodies in a piece; those of jitted functions are as the piece is, no bodies of loops."""
+        return Nested(self.function, functools.partial(self.function, is_outer=is_outer))
+
+    def _lifted(
+        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool
+    ) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
         has_most = self.options.memory == "same" and not is_derivative(flat.jaxpr)  # nobody differentiates it again
         most = kept_by_jax(flat, arrays) if has_most else float("inf")
@@ -150,7 +163,7 @@ class Pieces:
             found = lifted(
                 flat,
                 name,
-                Nested(self.function),
+                self.nested(is_outer),
                 self._bodies,
                 is_exact=self.options.is_exact,
                 defers=defers,
@@ -189,8 +202,8 @@ def _keeps_no_more(kept: Any, most: Any) -> bool:
 class _Segments:
     """A function with side effects: what stands between two of them is a piece, and they stay in their order."""
 
-    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces):
-        self._jaxpr, self._nested = flat.jaxpr, Nested(pieces.function)
+    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces, is_outer: bool):
+        self._jaxpr, self._nested = flat.jaxpr, pieces.nested(is_outer)
         self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
         every: list[Equation] = flat.jaxpr.eqns
         groups = itertools.groupby(enumerate(every, 1), lambda numbered: bool(numbered[1].effects))

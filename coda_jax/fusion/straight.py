@@ -16,7 +16,7 @@ from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.evaluate import read, without_constants
 
-CHECKPOINTS = frozenset({"remat", "remat2", "checkpoint"})
+CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"jit", "pjit"})
 CUSTOM_VJPS = CUSTOM_DERIVATIVES - {"custom_jvp_call"}
 _OPENED = CALLS - CHECKPOINTS
 # They begin the names of calls of fused functions inside of others; JAX's derivatives and batches of calls keep names.
@@ -138,8 +138,14 @@ def is_inner(equation: Equation) -> bool:
     return len(equations) == 1 and _is_named(equations[0], _INNER_RULE)  # others' rules are not of their equations
 
 
+def is_jitted(jaxpr: core.Jaxpr) -> bool:
+    """True for a function that is one call of a jitted one."""
+    equations: list[Equation] = jaxpr.eqns
+    return len(equations) == 1 and equations[0].primitive.name in JITS and not is_inner(equations[0])
+
+
 def _is_named(equation: Equation, name: str) -> bool:
-    return equation.primitive.name in ("jit", "pjit") and str(equation.params["name"]).startswith(name)
+    return equation.primitive.name in JITS and str(equation.params["name"]).startswith(name)
 
 
 def line_of(equation: Equation) -> str:
