@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,22 @@ def kept_by_graph(graph: Graph) -> int:
     return sum(math.prod(x.shape) * x.stored_as(graph.dtype).itemsize for x in kept)
 
 
-def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> float:
-    """The bytes that jax.vjp of a function keeps at these arrays; infinite for one that has no derivative."""
+def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callable[..., Any] | None = None) -> float:
+    """The bytes that jax.vjp of a function keeps at these arrays; infinite for one that has no derivative.
+
+    Args:
+      policy: of the checkpoint that the function is in; None for none.
+    """
     is_differentiated = [not is_key(x) and is_float(x.dtype) for x in closed.in_avals]
 
+    whole: Callable[..., list[jax.Array]] = core.jaxpr_as_fun(closed)
+    whole = whole if policy is None else jax.checkpoint(whole, policy=policy)
     has_while = any(equation.primitive.name == "while" for equation, _ in equations(closed.jaxpr))
 
     def residuals(*arrays: jax.Array) -> list[jax.Array]:
         def function(floats: list[jax.Array]) -> list[jax.Array]:
             given = iter(floats)
-            return core.jaxpr_as_fun(closed)(
-                *(next(given) if flag else x for x, flag in zip(arrays, is_differentiated, strict=True))
-            )
+            return whole(*(next(given) if flag else x for x, flag in zip(arrays, is_differentiated, strict=True)))
 
         floats = [x for x, flag in zip(arrays, is_differentiated, strict=True) if flag]
         outputs, pullback = jax.vjp(function, floats)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -20,10 +21,12 @@ from coda_jax.fusion.defer import Deferred, deferred, saves_bytes
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
+from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
+from coda_jax.graph.kept import Answers
 from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
@@ -56,13 +59,23 @@ class Lift:
       bodies: what maps that are alike have in common, by structure and types.
       is_exact: whether values are rounded where the jaxpr rounds them, and no norm is deferred.
       defers: whether norms are deferred through products; None: each where that saves bytes.
+      remats: the policies of the checkpoints that hold it, the innermost first.
     """
 
     def __init__(
-        self, jaxpr: core.Jaxpr, nested: Nested, bodies: dict[Hashable, Any], *, is_exact: bool, defers: bool | None
+        self,
+        jaxpr: core.Jaxpr,
+        nested: Nested,
+        bodies: dict[Hashable, Any],
+        *,
+        is_exact: bool,
+        defers: bool | None,
+        remats: Sequence[Remat] = (),
     ):
         self.jaxpr, self.nested, self.is_exact, self._bodies = jaxpr, nested, is_exact, bodies
-        self.units = Units(jaxpr, is_exact=is_exact)
+        self._kept = {remat: remat.kept(jaxpr) for remat in remats}  # the variables that policies keep
+        borders = frozenset[Any]().union(*(remat.borders(jaxpr) for remat in remats))
+        self.units = Units(jaxpr, is_exact=is_exact, kept=borders)
         self.rows, self.dtype = self.units.rows, self.units.dtype
         self.main = self.rows.main()
         self.merged = Merged(self.rows.counts, is_exact)
@@ -78,12 +91,35 @@ class Lift:
         self._floats: dict[Value, Value] = {}  # of masks
         self._transposed: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
+        self._answers: dict[Value, dict[Remat, Any]] = defaultdict(dict)  # of the policies
+        self._call_answers: dict[Call, dict[Remat, Any]] = {}
+        self._cheap_calls: set[Call] = set()
 
     def run(self) -> list[Value]:
         """The values of the results."""
         for unit in self.units.in_order():
             {"product": self._product, "map": self._map, "call": self._call}[unit.kind](unit)
         return [self.value(x) for x in self.jaxpr.outvars]
+
+    @functools.cached_property
+    def _without_products(self) -> dict[Remat, dict[Any, Any]]:
+        """`Remat.without_products` of each policy."""
+        return {remat: remat.without_products(self.jaxpr) for remat in self._kept}
+
+    def answers(self) -> Answers | None:
+        """The policies' answers about the values that they keep; None without policies."""
+        for remat, kept in self._kept.items():
+            for x, answer in kept.items():
+                value = self.values.get(self.units.uncast(x))
+                if value is not None:
+                    self._answers[value][remat] = answer
+            for i, product in self.products.items():
+                if (answer := kept.get(self.rows.results[i])) is not None:
+                    self._answers[product][remat] = answer
+        if not self._kept:
+            return None
+        names_outputs = not any(remat.has_effects for remat in self._kept)
+        return Answers(self._answers, self._call_answers, self._cheap_calls, KeptName.of, names_outputs=names_outputs)
 
     def value(self, x: Any) -> Value:
         """The value of a variable, in its own shape."""
@@ -370,13 +406,34 @@ class Lift:
                 known.update(zip(equation.outvars, made, strict=True))
             return vary(self._axes, *(data_of(known[x]) for x in results))
 
-        closed = jax.make_jaxpr(function)(*map(self._type, inputs))
+        answers = self._answers_in(equations)
+        policy = next((remat for remat, flags in answers.items() if not all(flags)), None)
+        checkpointed = function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=False)
+        closed = jax.make_jaxpr(checkpointed)(*map(self._type, inputs))
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
         call = Call(f"'{equations[-1].primitive.name}'", closed, values, self.main, shapes)
+        self._call_answers[call] = {remat: True for remat in answers if policy is None or remat == policy}
+        if all(map(is_cheap, equations)):
+            self._cheap_calls.add(call)
+        for remat in answers:
+            for x, value in zip(results, call.results, strict=True):
+                if (answer := self._without_products[remat].get(x, ARGUMENT)) is not ARGUMENT:
+                    self._answers[value][remat] = answer
         for x, value in zip(results, call.results, strict=True):
             value.has_rows = self._has_main_rows(x)
             self.values[x] = value
+
+    def _answers_in(self, group: Sequence[Equation]) -> dict[Remat, list[bool]]:
+        """The policies that keep something in a call, with a flag for each of its equations: whether it is kept."""
+        bodies = [body for e in group for body in inner_jaxprs(e)]
+        found = {}
+        for remat in self._kept:
+            flags = [remat.answer(e) is not None for e in group if not inner_jaxprs(e)]
+            flags += [x is not None for body in bodies for x in remat.answers(body)]
+            if any(flags):
+                found[remat] = flags
+        return found
 
     def _type(self, x: Any) -> Any:
         """The type of a variable's array in a call, where all arrays vary over the same manual axes of a mesh."""
@@ -395,20 +452,31 @@ def lifted(
     is_exact: bool,
     defers: bool | None,
     implementation: str,
+    remats: Sequence[Remat] = (),
 ) -> Lifted:
     """The graph of a straight jaxpr.
 
     Args:
       closed: its constants are no arguments of the graph's: there must be none.
       name: of the function.
-      nested, bodies, is_exact, defers: as in `Lift`.
+      nested, bodies, is_exact, defers, remats: as in `Lift`.
       implementation: as in `gemm`.
     """
-    lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers)
+    lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers, remats=remats)
     outputs = lift.run()
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
     leaves = list(lift.leaves.values())
-    graph = Graph(name, leaves, outputs, lift.dtype, dtypes, lift.axes_of_rows, implementation, keeps_joins=False)
+    graph = Graph(
+        name,
+        leaves,
+        outputs,
+        lift.dtype,
+        dtypes,
+        lift.axes_of_rows,
+        implementation,
+        keeps_joins=False,
+        answers=lift.answers(),
+    )
     sources = [lift.arguments[x] for x, _ in lift.leaves]
     reasons = {i: _reason(dot, lift.dtype) for i, dot in lift.rows.dots.items()} | lift.rows.reasons
     products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in dots_in(closed.jaxpr).items()]

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.remat import Remat, remat_of
 from coda_jax.fusion.straight import CHECKPOINTS, CUSTOM_VJPS, JITS, at_line, is_inner
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
@@ -26,16 +27,19 @@ class Nested:
     """Runs an equation, with the bodies in it that have products fused.
 
     Args:
-      fused: the function that a closed jaxpr becomes; the second argument is the name of what holds it.
-      fused_in_jit: the same for what a jitted function holds, if that is another one.
+      fused: the function that a closed jaxpr becomes; the second argument is the name of what holds it, the third are
+        the policies of the checkpoints that hold it.
+      remats: the policies of the checkpoints that hold the equations, the innermost first.
+      fused_in_jit: `fused` for what a jitted function holds, if that is another one.
     """
 
     def __init__(
         self,
-        fused: Callable[[core.ClosedJaxpr, str], Function],
-        fused_in_jit: Callable[[core.ClosedJaxpr, str], Function] | None = None,
+        fused: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function],
+        remats: Sequence[Remat],
+        fused_in_jit: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
     ):
-        self._fused, self._fused_in_jit = fused, fused_in_jit or fused
+        self._fused, self._fused_in_jit, self._remats = fused, fused_in_jit or fused, tuple(remats)
         self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
         self._jitted: dict[Hashable, core.ClosedJaxpr] = {}  # the same of jitted functions, as jaxprs
 
@@ -57,12 +61,12 @@ class Nested:
         ]
         return run(self._function, equation, arrays)
 
-    def _function(self, body: Any, name: str, *, in_jit: bool = False) -> Function:
-        """The function that a body becomes, made once."""
+    def _function(self, body: Any, name: str, remat: Remat | None = None, *, in_jit: bool = False) -> Function:
+        """The function that a body becomes, made once; `remat` is of the checkpoint that it is the body of."""
         if id(body) not in self._known:
-            closed = core.ClosedJaxpr(*opened(body))
+            closed, remats = core.ClosedJaxpr(*opened(body)), self._remats if remat is None else (remat, *self._remats)
             fused = self._fused_in_jit if in_jit else self._fused
-            self._known[id(body)] = body, functools.partial(fused(closed, name), *closed.consts)
+            self._known[id(body)] = body, functools.partial(fused(closed, name, remats), *closed.consts)
         return self._known[id(body)][1]
 
     def _of_jit(self, equation: Equation) -> core.ClosedJaxpr:
@@ -132,15 +136,18 @@ def _while(fused: Callable[..., Function], equation: Equation, inputs: Sequence[
 
 
 def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    params = equation.params
-    body = fused(callee(equation), "checkpoint")
-    if not params.get("differentiated"):
-        rule = jax.checkpoint(lambda *xs: list(body(*xs)), prevent_cse=params["prevent_cse"], policy=params["policy"])
+    params, inner = equation.params, callee(equation)
+    is_differentiated = params.get("differentiated")
+    remat = None if is_differentiated else remat_of(params["policy"], opened(inner)[0])
+    body = fused(inner, "checkpoint", remat)
+    if not is_differentiated:
+        policy = params["policy"] if remat is None else remat
+        rule = jax.checkpoint(lambda *xs: list(body(*xs)), prevent_cse=params["prevent_cse"], policy=policy)
         results: Sequence[Any] = rule(*inputs)
         return results
     closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))  # a backward pass: its barrier stays
     whole = without_constants(closed)
-    given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
+    given = whole if isinstance(inner, core.ClosedJaxpr) else whole.jaxpr
     return bind(equation.primitive, [*closed.consts, *inputs], {**params, "jaxpr": given})
 
 

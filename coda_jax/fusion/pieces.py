@@ -19,6 +19,7 @@ from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Function, Nested, has_products
+from coda_jax.fusion.remat import Remat
 from coda_jax.fusion.residuals import with_fewer_residuals
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
@@ -91,8 +92,16 @@ class Pieces:
         self.options, self.made, self.kernels = options, list[Piece](), list[tuple[Equation, str]]()
         self._bodies: dict[Hashable, Any] = {}  # of maps of all pieces
 
-    def function(self, closed: core.ClosedJaxpr, name: str, *, is_outer: bool = False) -> Function:
-        """A jaxpr, fused, as a function of its constants and its arguments; is_outer: whether it is no body."""
+    def function(
+        self, closed: core.ClosedJaxpr, name: str, remats: Sequence[Remat] = (), *, is_outer: bool = False
+    ) -> Function:
+        """A jaxpr, fused, as a function of its constants and its arguments.
+
+        Args:
+          name: of the function, or of what holds it.
+          remats: the policies of the checkpoints that hold it, the innermost first.
+          is_outer: whether it is no body.
+        """
         whole = without_constants(closed)
         if not has_products(whole.jaxpr):
             return core.jaxpr_as_fun(whole)
@@ -101,25 +110,29 @@ class Pieces:
         def function(*arrays: Any) -> Sequence[Any]:
             key = jax.sharding.get_abstract_mesh(), tuple(map(signature, arrays))
             if key not in known:
-                known[key] = self._function_at(whole, name, arrays, is_outer)
+                known[key] = self._function_at(whole, name, arrays, remats, is_outer)
             return known[key](*arrays)
 
         return function
 
-    def _function_at(self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
+    def _function_at(
+        self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
+    ) -> Function:
         """The function for arrays of these types; where it stays as it is, fused functions in it are fused alone."""
         if is_outer and is_jitted(whole.jaxpr):  # it stays one program where it is called outside of another one
-            return self._opened_at(whole, name, arrays, is_outer)
+            return self._opened_at(whole, name, arrays, remats, is_outer)
         before = len(self.made)
-        function = self._opened_at(straight(whole, arrays), name, arrays, is_outer)
+        function = self._opened_at(straight(whole, arrays), name, arrays, remats, is_outer)
         if any(piece.lifted is None for piece in self.made[before:]):
             flat = straight(whole, arrays, opens_inner=False)
             if any(map(is_inner, flat.jaxpr.eqns)):
                 del self.made[before:]
-                return self._opened_at(flat, name, arrays, is_outer)
+                return self._opened_at(flat, name, arrays, remats, is_outer)
         return function
 
-    def _opened_at(self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool) -> Function:
+    def _opened_at(
+        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
+    ) -> Function:
         """The function of a straight jaxpr."""
         losses = list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
@@ -128,7 +141,7 @@ class Pieces:
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
             flat, arrays = without_constants(flat), [*consts, *arrays]
-        function = self._straight_function(flat, name, arrays, losses, is_outer)
+        function = self._straight_function(flat, name, arrays, losses, remats, is_outer)
         return functools.partial(function, *consts) if consts else function
 
     def _straight_function(
@@ -137,37 +150,39 @@ class Pieces:
         name: str,
         arrays: Sequence[Any],
         losses: Sequence[tuple[Equation, str]],
+        remats: Sequence[Remat],
         is_outer: bool,
     ) -> Function:
         if flat.jaxpr.effects:
-            return _Segments(flat, name, self, is_outer)
+            return _Segments(flat, name, self, remats, is_outer)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
         if not reason:
-            found, reason = self._lifted(flat, name, arrays, is_outer)
-        piece = Piece(name, found, reason, flat, self.nested(is_outer), losses)
+            found, reason = self._lifted(flat, name, arrays, remats, is_outer)
+        piece = Piece(name, found, reason, flat, self.nested(remats, is_outer), losses)
         self.made.append(piece)
         return piece
 
-    def nested(self, is_outer: bool) -> Nested:
+    def nested(self, remats: Sequence[Remat], is_outer: bool) -> Nested:
         """What runs the bodies in a piece; those of jitted functions are as the piece is, no bodies of loops."""
-        return Nested(self.function, functools.partial(self.function, is_outer=is_outer))
+        return Nested(self.function, remats, functools.partial(self.function, is_outer=is_outer))
 
     def _lifted(
-        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], is_outer: bool
+        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
     ) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
         has_most = self.options.memory == "same" and not is_derivative(flat.jaxpr)  # nobody differentiates it again
-        most = kept_by_jax(flat, arrays) if has_most else float("inf")
+        most = kept_by_jax(flat, arrays, next(iter(remats), None)) if has_most else float("inf")
         reason, before = "", len(self.made)
         for defers in dict.fromkeys((self.options.defer_norms, False)):
             found = lifted(
                 flat,
                 name,
-                self.nested(is_outer),
+                self.nested(remats, is_outer),
                 self._bodies,
                 is_exact=self.options.is_exact,
                 defers=defers,
                 implementation=self.options.implementation,
+                remats=remats,
             )
             kept = 0 if most == float("inf") else kept_by_graph(found.graph)
             if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
@@ -202,8 +217,9 @@ def _keeps_no_more(kept: Any, most: Any) -> bool:
 class _Segments:
     """A function with side effects: what stands between two of them is a piece, and they stay in their order."""
 
-    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces, is_outer: bool):
-        self._jaxpr, self._nested = flat.jaxpr, pieces.nested(is_outer)
+    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces, remats: Sequence[Remat], is_outer: bool):
+        self._remats = [dataclasses.replace(remat, has_effects=True) for remat in remats]
+        self._jaxpr, self._nested = flat.jaxpr, pieces.nested(self._remats, is_outer)
         self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
         every: list[Equation] = flat.jaxpr.eqns
         groups = itertools.groupby(enumerate(every, 1), lambda numbered: bool(numbered[1].effects))
@@ -233,7 +249,7 @@ class _Segments:
         def function(*arrays: Any) -> Sequence[Any]:
             if not known:
                 closed = jax.make_jaxpr(segment)(*arrays)
-                known.append((pieces.function(closed, name), closed.consts))
+                known.append((pieces.function(closed, name, self._remats), closed.consts))
             ((fused, consts),) = known
             return fused(*consts, *arrays)
 

@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Units:
     Args:
       jaxpr: a straight one.
       is_exact: whether casts to fewer bits round, and so are equations.
+      kept: variables that are values because policies of `jax.checkpoint` keep them.
 
     Attributes:
       rows: of its variables.
@@ -59,8 +60,8 @@ class Units:
       readers: the numbers of the equations that read a variable; -1 for the results of all.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr, *, is_exact: bool):
-        self.jaxpr, self._is_exact = jaxpr, is_exact
+    def __init__(self, jaxpr: core.Jaxpr, *, is_exact: bool, kept: Collection[Any] = ()):
+        self.jaxpr, self._is_exact, self._kept = jaxpr, is_exact, kept
         self.rows = Rows(jaxpr)
         self.dtype = self._products_dtype()
         self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
@@ -227,10 +228,9 @@ class Units:
         for i, equation in reversed(list(enumerate(self.jaxpr.eqns))):
             if self.kinds[i] not in ("map", "cast"):
                 continue
-            is_sum = equation.primitive.name in REDUCTIONS
             for x in equation.outvars:
                 used: set[Any] = set()
-                is_read = is_sum
+                is_read = self._is_value(equation, x)
                 for j in self.readers[x]:
                     if self.kind_of_reader(j) in ("map", "cast"):
                         used |= set().union(*(readers[y] for y in self.jaxpr.eqns[j].outvars))
@@ -245,12 +245,21 @@ class Units:
                 if is_anchor and not is_read:
                     candidates[x] = used
         anchors = {x for x, used in readers.items() if x in used}
-        if is_derivative(self.jaxpr):
+        if self._is_derivative:
             for x, used in reversed(candidates.items()):  # inputs before their readers
                 tiles = self._tiles_read(x, anchors)
                 if len(tiles) <= 1 and any(self._tiles_read(y, anchors) - tiles - {x} for y in used):
                     anchors.remove(x)
         return anchors
+
+    @functools.cached_property
+    def _is_derivative(self) -> bool:
+        return is_derivative(self.jaxpr)
+
+    def _is_value(self, equation: Equation, x: Any) -> bool:
+        """True for a map's result that is a value wherever it is read: a sum, and what a policy may keep."""
+        is_named = equation.primitive.name == "name" and not self._is_derivative
+        return equation.primitive.name in REDUCTIONS or ((is_named or x in self._kept) and is_float(x.aval.dtype))
 
     def _tiles_read(self, x: Any, anchors: set[Any]) -> set[Any]:
         """The arrays with rows and columns that a value of a map is computed from."""

@@ -7,20 +7,21 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.as_stored import seen_as_stored
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.describe import described, maps_that_are_not_local
-from coda_jax.graph.kept import kept_values
+from coda_jax.graph.kept import Answers, kept_values
 from coda_jax.graph.on_mesh import placed_as, reshaped_as
 from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
@@ -44,6 +45,8 @@ class Graph:
       implementation: as in `gemm`.
       of_batch: the same graph of a batch of this size of all arrays that have the rows; None where that is not known.
       keeps_joins: whether maps of several tiles are kept for the backward pass, and not computed again.
+      answers: of policies of `jax.checkpoint`: what they do not keep the backward pass computes again. None without
+        policies.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Graph:
     implementation: str = "auto"
     of_batch: Callable[[Any], Graph] | None = None
     keeps_joins: bool = True
+    answers: Answers | None = None
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
@@ -162,7 +166,23 @@ class Derivative:
         dtypes = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.kept)]
         plan, count = self.forward_plan, len(graph.outputs)
         made = run(plan, known, out_dtypes=dtypes, names=self._names, **graph.pass_options(plan))
+        made = self._named(made)
         return made[:count], (arrays, made[count:], self)
+
+    def _named(self, arrays: Sequence[Any]) -> list[Any]:
+        """The outputs and the kept values, with the names under which policies keep them; of equal arrays one."""
+        names, wanted, count = self._choice[1], self.forward_plan.wanted, len(self.graph.outputs)
+        names_outputs = self.graph.answers is not None and self.graph.answers.names_outputs
+        known: dict[Hashable, Any] = {}
+        named = []
+        for i, (value, array) in enumerate(zip(wanted, arrays, strict=True)):
+            key = value, *(x.dtype for x in jax.tree.leaves(array))
+            if value in names and (names_outputs or i >= count):
+                if key not in known:
+                    known[key] = jax.tree.map(functools.partial(checkpoint_name, name=names[value]), array)
+                array = known[key]
+            named.append(array)
+        return named
 
     @functools.cached_property
     def forward_plan(self) -> Plan:
@@ -181,8 +201,14 @@ class Derivative:
     @functools.cached_property
     def kept(self) -> list[Value]:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
-        joins = not self.graph.keeps_joins
-        return kept_values(self.graph.outputs, self._leaf_cotangents, self.as_stored, joins=joins)
+        return self._choice[0]
+
+    @functools.cached_property
+    def _choice(self) -> tuple[list[Value], dict[Value, str]]:
+        """The kept values; the names under which policies of `jax.checkpoint` keep these and outputs."""
+        graph, joins = self.graph, not self.graph.keeps_joins
+        kept = kept_values(graph.outputs, self._leaf_cotangents, self.as_stored, joins=joins)
+        return (kept, {}) if graph.answers is None else graph.answers.choice(kept, graph.outputs, graph.dtype)
 
     @functools.cached_property
     def _names(self) -> dict[Value, str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
 
-from coda_jax.graph.calls import Result
+from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import remembered
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
@@ -134,3 +137,117 @@ def is_of_leaves(value: Value) -> bool:
 def _is_of_vectors(value: Value) -> bool:
     """True for a vector computed from vectors and scalars among the leaves alone."""
     return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, inputs_read(value)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answers:
+    """The answers of policies of `jax.checkpoint` about the values that they keep.
+
+    Attributes:
+      values: for each value that a policy keeps, the policies' answers.
+      calls: the same for what the derivatives of calls keep.
+      cheap: the calls that are computed again as maps are.
+      name: makes the name of an array with such answers, for `checkpoint_name`.
+      names_outputs: whether outputs have names too where they are made of kept values with no product: what follows
+        in a checkpoint starts from these.
+    """
+
+    values: Mapping[Value, Mapping[Any, Any]]
+    calls: Mapping[Call, Mapping[Any, Any]]
+    cheap: Collection[Call]
+    name: Callable[[Mapping[Any, Any]], str]
+    names_outputs: bool = True
+
+    def choice(
+        self, kept: Sequence[Value], outputs: Sequence[Value], dtype: Any
+    ) -> tuple[list[Value], dict[Value, str]]:
+        """The values that are kept under the policies; their names, and those of outputs that need no product again.
+
+        A value is kept if a policy keeps it, or if it is one of `kept` and a map of values that a policy keeps: these
+        need not be kept beside it. What else a backward pass reads is computed again.
+
+        Args:
+          kept: the values that are kept without a policy.
+          outputs: of the graph.
+          dtype: of the products' factors.
+        """
+        found = _Found(self, kept, outputs, dtype)
+        chosen = found.chosen()
+        named = (*chosen, *outputs) if self.names_outputs else chosen
+        return chosen, {x: self.name(found.of(x)) for x in named if found.of(x)}
+
+
+class _Found:
+    """The answers about all values that a graph's derivative may keep."""
+
+    def __init__(self, answers: Answers, kept: Sequence[Value], outputs: Sequence[Value], dtype: Any):
+        self._cheap = frozenset(answers.cheap)
+        self._kept, self._order = frozenset(kept), reachable([*outputs, *kept])
+        self._given = {x: dict(answers.values.get(x, {})) for x in self._order}
+        for x in self._order:
+            if isinstance(x, Result) and x.differentiated is not None:
+                self._given[x] = dict(answers.calls.get(x.call, {}))
+        for x in self._order:
+            self._give_to_source(x, dtype)
+        self._all: dict[Value, dict[Hashable, Any] | None] = {}  # None: of a map of leaves alone
+        for x in self._order:
+            self._all[x] = self._answers(x)
+
+    def of(self, x: Value) -> dict[Hashable, Any]:
+        """The answers of the policies that keep a value, or all that it is a map of."""
+        return self._all[x] or {}
+
+    def chosen(self) -> list[Value]:
+        """The values that are kept."""
+        chosen, open_, seen = set[Value](), list(self._kept), set(self._kept)
+        while open_:
+            x = open_.pop()
+            if self._given[x] or (x in self._kept and self.of(x)):
+                chosen.add(x)
+            else:
+                new = set(x.inputs) - seen
+                seen |= new
+                open_ += new
+        return sorted(chosen, key=lambda x: x.number)
+
+    def _give_to_source(self, x: Value, dtype: Any) -> None:
+        """Gives a tile's answers to the one kept tile from which it is computed again, if that is no larger.
+
+        The kept vectors that are read beside it have them too.
+        """
+        if not self._given[x] or x in self._kept or not isinstance(x, Map) or not x.is_tile:
+            return
+        tiles, vectors, seen, open_ = set[Value](), set[Value](), set[Value](), list(x.inputs)
+        while open_:
+            y = open_.pop()
+            if y in seen:
+                continue
+            seen.add(y)
+            if y in self._kept:
+                (tiles if y.is_tile else vectors).add(y)
+            elif isinstance(y, Map):
+                open_ += y.inputs
+            elif not isinstance(y, Leaf):
+                return
+        if len(tiles) == 1 and max(_bytes(y, dtype) for y in tiles) <= _bytes(x, dtype):
+            for y in tiles | vectors:
+                self._given[y] = self._given[x] | self._given[y]
+            self._given[x] = {}
+
+    def _answers(self, x: Value) -> dict[Hashable, Any] | None:
+        if isinstance(x, Leaf):
+            return None
+        own = self._given[x]
+        if not isinstance(x, Map | Turned) and not (isinstance(x, Result) and x.call in self._cheap):
+            return own
+        inputs = [of for y in inputs_read(x) if (of := self._all[y]) is not None]
+        if not inputs:
+            return own or None
+        policies = set(inputs[0]).intersection(*inputs[1:])
+        return {
+            policy: next((of[policy] for of in inputs if of[policy] is not True), True) for policy in policies
+        } | own
+
+
+def _bytes(x: Value, dtype: Any) -> Any:
+    return math.prod(x.shape) * x.stored_as(dtype).itemsize
