@@ -5,12 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Format, Layout
+from jax.lax import with_sharding_constraint
+from jax.sharding import AxisType, NamedSharding, reshard
 
 import coda_jax as coda
-from tests import plain_models
+from coda_jax.jaxprs.walk import equations
+from tests import partitioned, plain_models
 from tests.plain_models import loss_of, model, rms_norm
-from tests.test_fuse import DOORS, counts, largest_error, with_gradients
+from tests.test_fuse import DOORS, counts, joined, largest_error, relative_error, with_gradients
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 COLUMNS = {"q", "k", "v", "up", "gate"}
@@ -208,3 +212,248 @@ def test_shardings_of_a_jitted_function_hold(of, kind):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, own)) < 1e-5
+
+
+# --- constraints
+
+P, FREE = jax.P, jax.P.UNCONSTRAINED
+STREAM, HIDDEN = P("data"), P("data", None, "model")
+SPECS = {
+    **dict.fromkeys(("x", "norm", "down", "out", "vector"), STREAM),
+    **dict.fromkeys(("gate", "up", "inner", "hidden"), HIDDEN),
+}
+
+
+def marked_loss(mark):
+    """The loss of an MLP block of which `mark(name, array)` constrains arrays, or names them."""
+
+    def loss(w, x):
+        x = mark("x", x)
+        h = mark("norm", rms_norm(x, w["norm"]))
+        gate, up = mark("gate", h @ w["gate"] + mark("bias", w["bias"])), mark("up", h @ mark("weight", w["up"]))
+        hidden = mark("hidden", jax.nn.silu(mark("inner", 2 * gate)) * up)
+        y = mark("out", x + mark("down", hidden @ w["down"])).astype(jnp.float32)
+        return jnp.sum(mark("vector", jnp.mean(y * y, -1))) + jnp.sum(jnp.sin(y))
+
+    return loss
+
+
+def marked_heads(mark):
+    """A loss of products that are split into heads, before attention and before elementwise operations."""
+
+    def loss(w, x):
+        q, k, v = (mark(name, (x @ w[name]).reshape(*x.shape[:-1], 4, 4)) for name in ("q", "k", "v"))
+        turned = mark("turned", jnp.concatenate([jnp.sin(q[..., :2]), q[..., 2:]], -1))
+        context = mark("context", jax.nn.dot_product_attention(turned, k, v))
+        y = mark("out", context.reshape(x.shape) @ w["out"]) + jnp.tanh(mark("flat", turned.reshape(x.shape)))
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    return loss
+
+
+def marked_arguments(dtype=jnp.float32, width=16, hidden=32, rows=(8, 12)):
+    generator = np.random.default_rng(0)
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width), "bias": (hidden,)}
+    shapes |= {"norm": (width,)} | dict.fromkeys(("q", "k", "v", "out"), (width, width))
+    w = {name: jnp.asarray(generator.standard_normal(shape) / shape[0] ** 0.5, dtype) for name, shape in shapes.items()}
+    return w, jnp.asarray(generator.standard_normal((*rows, width)), dtype)
+
+
+def meshes(kind=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def to(specs, mesh=None):
+    """A function that constrains the arrays of these names, to each spec in turn; over the mesh, or that in use."""
+
+    def constrain(name, x):
+        asked = specs.get(name, [])
+        for spec in asked if isinstance(asked, list) else [asked]:
+            x = with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
+        return x
+
+    return constrain
+
+
+def resharded(specs):
+    return lambda name, x: reshard(x, specs[name]) if name in specs else x
+
+
+def values_are_plains(loss, door, *args):
+    """Whether a door's results have the types, the shardings over explicit axes and the values of plain JAX's."""
+    plain = with_gradients(loss)
+    found, expected = jax.jit(DOORS[door](loss))(*args), jax.jit(plain)(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jax.typeof(a).sharding == jax.typeof(b).sharding
+    found, expected = (jax.tree.map(np.asarray, x) for x in (found, expected))
+    if args[1].dtype == jnp.float32:
+        return largest_error(found, expected) < 1e-5
+    exact = jax.jit(plain)(*jax.tree.map(lambda x: x.astype(jnp.float32), args))
+    errors = [relative_error(np.float32(joined(x)), np.asarray(joined(exact))) for x in (found, expected)]
+    return errors[0] < 1.5 * errors[1] + 1e-3
+
+
+def totals(loss, door, *args):
+    """Bytes of passes and kept ones, products that are kernels and others, in 16 bits."""
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), args)
+    found = coda.explain(DOORS[door](loss), *types, platform="cuda")
+    return found.totals.passes_bytes, found.totals.kept_bytes, found.kernels, found.others
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("names", [["hidden"], ["gate"], ["up"], ["norm"], ["x", "down", "out"], sorted(SPECS)])
+def test_a_constraint_ends_no_fusion(names, door):
+    args = marked_arguments(width=64, hidden=256, rows=(8, 96))
+    with jax.set_mesh(meshes()):
+        free, found = (totals(marked_loss(to({name: SPECS[name] for name in of})), door, *args) for of in ((), names))
+    assert found == free
+
+
+ON_SEVERAL = {"x": P(("data", "model")), "hidden": P("model", "data"), "out": P(None, None, "data")}
+UNCONSTRAINED = {"x": P(FREE, "data"), "gate": P("data", FREE, "model"), "hidden": P(FREE), "norm": P("data", FREE)}
+UNEVEN = {"gate": P(None, ("data", "model")), "hidden": P(None, "model", "data"), "vector": P(None, "data")}
+WEIGHTS = {"weight": P(None, "model"), "bias": P("model"), "vector": P("data", "model")}
+CONSTRAINED = {  # a loss, and specs of arrays in it
+    "of all": (marked_loss, SPECS),
+    "several mesh axes": (marked_loss, ON_SEVERAL),
+    "unconstrained": (marked_loss, UNCONSTRAINED),
+    "uneven": (marked_loss, UNEVEN),
+    "in a row": (marked_loss, {name: [spec, P(None, "data"), spec] for name, spec in SPECS.items()}),
+    "weights and vectors": (marked_loss, WEIGHTS),
+    "heads": (marked_heads, dict.fromkeys(("q", "k", "v", "turned", "context", "flat"), HIDDEN)),
+    "widths of heads": (marked_heads, {"q": P("data", None, None, "model"), "turned": P(None, None, "data", "model")}),
+}
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, "float32") for name in CONSTRAINED), ("of all", "bfloat16"), ("heads", "bfloat16")]
+)
+def test_constraints_change_no_value(name, dtype, door):
+    (make, specs), args = CONSTRAINED[name], marked_arguments(jnp.dtype(dtype))
+    with jax.set_mesh(meshes()):
+        assert values_are_plains(make(to(specs)), door, *args)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_a_constraint_on_a_mesh_that_is_not_in_use(door):
+    other = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mark = to({"x": P("a"), "hidden": P("a", None, "b"), "gate": P(None, "b")}, other)
+    loss, args = marked_loss(mark), marked_arguments()
+    assert values_are_plains(loss, door, *args)
+    assert counts(DOORS[door](loss), *args) == (0, 9)
+    one, both = to(SPECS, meshes()), lambda name, x: mark(name, x) if name == "hidden" else one(name, x)
+    assert values_are_plains(marked_loss(both), door, *args)  # which JAX takes in one function, but not in two
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_a_constraint_of_a_layout_stays(door):
+    mesh = meshes()
+    formats = {"hidden": Format(Layout((1, 0, 2)), NamedSharding(mesh, HIDDEN))}
+    formats["gate"] = Format(Layout((0, 1, 2)), NamedSharding(mesh, STREAM))
+    loss = marked_loss(lambda name, x: with_sharding_constraint(x, formats[name]) if name in formats else x)
+    args = marked_arguments()
+    assert values_are_plains(loss, door, *args)
+    assert counts(DOORS[door](loss), *args) == (0, 9)
+    asked = [
+        e.params["layout"] for e, _ in equations(jax.make_jaxpr(DOORS[door](loss))(*args).jaxpr) if "layout" in e.params
+    ]
+    assert formats["hidden"].layout in asked and formats["gate"].layout in asked
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_each_device_has_the_part_that_a_constraint_asks_for(name, door):
+    """Where nothing is constrained, arguments that are not sharded are multiplied whole on each device."""
+    w, x = marked_arguments()
+    w = {key: w[key] for key in ("norm", "gate", "bias", "up", "down")}
+
+    def step(mark):
+        f = DOORS[door](marked_loss(mark))
+        return lambda *arrays: f(dict(zip(w, arrays, strict=False)), arrays[-1])
+
+    arrays = [*w.values(), x]
+    results, parts, _ = partitioned.run(step(to({name: SPECS[name]})), arrays, [()] * len(arrays), data=4)
+    assert largest_error(results, jax.device_get(jax.jit(with_gradients(marked_loss(to({}))))(w, x))) < 1e-5
+    columns = 16 if SPECS[name] == HIDDEN else 32
+    assert [shapes for _, *shapes in parts].count([(2, 12, 16), (16, columns)]) >= 2  # rows in 4, perhaps columns in 2
+    whole = partitioned.run(step(to({})), arrays, [()] * len(arrays), data=4)[1]
+    assert [shapes for _, *shapes in whole].count([(8, 12, 16), (16, 32)]) >= 2
+
+
+def marked_block(mark):
+    def block(w, x):
+        h = mark("norm", rms_norm(mark("x", x), w["norm"]))
+        hidden = mark("hidden", jax.nn.silu(mark("gate", h @ w["gate"])) * mark("up", h @ w["up"]))
+        return mark("out", x + mark("down", hidden @ w["down"]))
+
+    return block
+
+
+def scanned(f):
+    return lambda w, x: jax.lax.scan(lambda x, w: (f(w, x), None), x, jax.tree.map(lambda x: jnp.stack([x, x / 2]), w))[
+        0
+    ]
+
+
+def in_part_of_the_mesh(f):
+    return jax.shard_map(f, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"})
+
+
+ONE_ROW = {"x": P(), "out": P(), "hidden": P(None, "model"), "gate": P(None, "model")}  # of a batch
+PART = {"x": P(), "out": P(), "hidden": P(None, None, "model"), "gate": P(None, None, "model")}
+BODIES = {
+    "scan": (scanned, SPECS),
+    "scan of checkpoints": (lambda f: scanned(jax.checkpoint(f)), SPECS),
+    "cond": (lambda f: lambda w, x: jax.lax.cond(x[0, 0, 0] < 9, f, lambda w, x: x, w, x), SPECS),
+    "vmap": (lambda f: jax.vmap(f, in_axes=(None, 0)), ONE_ROW | {"norm": P("data")}),
+    "vmap over an axis": (lambda f: jax.vmap(f, in_axes=(None, 0), spmd_axis_name="data"), ONE_ROW),
+    "vmap of fuse": (lambda f: jax.vmap(coda.fuse(f), in_axes=(None, 0)), ONE_ROW | {"norm": P("data")}),
+    "shard_map": (in_part_of_the_mesh, PART),
+    "fuse in shard_map": (lambda f: in_part_of_the_mesh(coda.fuse(f)), PART),
+}
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("name", BODIES)
+def test_constraints_in_bodies(name, door):
+    around, specs = BODIES[name]
+    args = marked_arguments()
+    with jax.set_mesh(meshes()):
+        loss = loss_of(around(marked_block(to(specs))))
+        assert values_are_plains(loss, door, *args)
+        assert counts(DOORS[door](loss), *args) == counts(DOORS[door](loss_of(around(marked_block(to({}))))), *args)
+        assert "sharding_constraint[" in str(jax.make_jaxpr(DOORS[door](loss))(*args))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("names", [["x", "out"], ["norm", "gate", "up"], ["x", "norm", "gate", "up", "hidden", "out"]])
+def test_a_reshard_ends_no_fusion(names, door):
+    whole = {name: P(*spec, *[None] * (3 - len(spec))) for name, spec in SPECS.items()}
+    args = marked_arguments()
+    with jax.set_mesh(meshes(AxisType.Explicit)):
+        w, x = args[0], jax.device_put(args[1], NamedSharding(meshes(AxisType.Explicit), P("data")))
+        free, loss = (loss_of(marked_block(resharded({name: whole[name] for name in of}))) for of in ((), names))
+        assert values_are_plains(loss, door, w, x)
+        assert totals(loss, door, w, x)[0] == totals(free, door, w, x)[0]
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("saved", [["gate", "up"], ["hidden"], ["gate", "up", "norm", "hidden"]])
+def test_a_policy_sees_names_beside_constraints(saved, door):
+    """As many products as under the same names alone in plain JAX: a named product is not run again."""
+    policy, args, constrain = (
+        jax.checkpoint_policies.save_only_these_names(*saved),
+        marked_arguments(),
+        to(SPECS, meshes()),
+    )
+
+    marks = [
+        lambda name, x: checkpoint_name(x, name),
+        lambda name, x: checkpoint_name(constrain(name, x), name),
+        lambda name, x: constrain(name, checkpoint_name(x, name)),
+    ]
+    losses = [loss_of(jax.checkpoint(marked_block(mark), policy=policy)) for mark in marks]
+    plain = counts(with_gradients(losses[0]), *args)[0]
+    assert [counts(DOORS[door](loss), *args) for loss in losses] == [(0, plain)] * 3

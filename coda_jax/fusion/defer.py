@@ -24,7 +24,10 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Dot, Equation
 from coda_jax.fusion.units import Units
+from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
 from coda_jax.graph.values import Value, is_float
+
+_VIEWS = CONSTRAINTS | {"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,6 +41,7 @@ class Deferred:
       columns: the variables whose product is s.
       factor: a number that r is multiplied by.
       value: of r, (M, 1), once it is made.
+      constraint: of r x s; None for none.
     """
 
     base: Any = None
@@ -46,6 +50,7 @@ class Deferred:
     columns: list[Any] = dataclasses.field(default_factory=list)
     factor: float = 1.0
     value: Value | None = None
+    constraint: Constraint | None = None
 
     def times(self, other: Deferred) -> Deferred | None:
         """The product of both; None if both have a base."""
@@ -93,6 +98,9 @@ def deferred(x: Any, units: Units) -> Deferred | None:
     found = _Factors(units, count, x.aval.shape[-1]).of(x)
     if found is None or found.base is None or found.base is x or not found.rows:
         return None
+    maker = units.maker(x, "map")
+    if maker is not None and maker.primitive.name in CONSTRAINTS:
+        found.constraint = constraint_of(maker)
     each = zip(found.rows, found.powers, strict=True)
     return found if all(_is_root(row, power, units) for row, power in each) else None
 
@@ -116,6 +124,8 @@ class _Factors:
         name = "" if equation is None else equation.primitive.name
         if equation is not None and name == "broadcast_in_dim":
             return self._broadcast(equation)
+        if equation is not None and name in CONSTRAINTS:
+            return self.of(equation.invars[0])
         if equation is not None and name in ("mul", "div"):
             left, right = map(self.of, equation.invars)
             right = right.inverse() if right is not None and name == "div" else right
@@ -141,7 +151,7 @@ class _Factors:
 def _row(x: Any, units: Units) -> Any:
     """The variable that a vector of rows is a copy of."""
     while (equation := units.maker(x, "map", "cast")) is not None:
-        if equation.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy"):
+        if equation.primitive.name not in _VIEWS:
             break
         (source,) = equation.invars
         if isinstance(source, core.Literal) or units.rows.of(source) != units.rows.of(x):

@@ -22,9 +22,11 @@ from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
+from coda_jax.fusion.rows import MARKS
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
+from coda_jax.graph.constraint import CONSTRAINTS, constraint_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.kept import Answers
 from coda_jax.graph.norm import scaled_backward
@@ -94,12 +96,45 @@ class Lift:
         self._answers: dict[Value, dict[Remat, Any]] = defaultdict(dict)  # of the policies
         self._call_answers: dict[Call, dict[Remat, Any]] = {}
         self._cheap_calls: set[Call] = set()
+        self._made_of: dict[Any, list[Value]] = defaultdict(list)  # the values of maps, by constrained arrays in them
 
     def run(self) -> list[Value]:
         """The values of the results."""
         for unit in self.units.in_order():
             {"product": self._product, "map": self._map, "call": self._call}[unit.kind](unit)
-        return [self.value(x) for x in self.jaxpr.outvars]
+        outputs = [self.value(x) for x in self.jaxpr.outvars]
+        self._mark()
+        return outputs
+
+    def _mark(self) -> None:
+        """Gives names and constraints to the values that are these arrays, and then constraints to others.
+
+        A constrained array that no value is, as it is inside of an epilogue, passes its constraint on to the product
+        that it is made of, and to the arrays of its shape that are made of it, where these have none.
+        """
+        each = enumerate(self.jaxpr.eqns)
+        marks = [e for i, e in each if self.units.kinds[i] == "map" and e.primitive.name in MARKS]
+        for equation in marks:
+            (x,), bare = equation.outvars, self.units.bare(equation.outvars[0])
+            leaf = self.leaves.get((bare, self.shape(bare))) if bare in self.arguments else None
+            value = self.values.get(x, self.values.get(bare, leaf))
+            if value is not None and equation.primitive.name == "name":
+                value.name = value.name or equation.params["name"]
+            elif value is not None:
+                if isinstance(value, Product) and value.spec is value.out_spec:  # it is constrained once it is summed
+                    value.spec = None
+                self._constrain(value, equation)
+        for equation in (e for e in marks if e.primitive.name in CONSTRAINTS):
+            (x,) = equation.outvars
+            if x not in self.values:
+                sources = (self.values.get(self.units.uncast(y)) for y in self.units.inlined(x)[1])
+                for value in (*(y for y in sources if isinstance(y, Product)), *self._made_of[x]):
+                    self._constrain(value, equation)
+
+    def _constrain(self, value: Value, equation: Equation) -> None:
+        """Gives a value an equation's constraint, if it has its elements, and no constraint of its own."""
+        if value.spec is None and same_shape(value.shape, self.shape(equation.outvars[0])):
+            value.spec = constraint_of(equation)
 
     @functools.cached_property
     def _without_products(self) -> dict[Remat, dict[Any, Any]]:
@@ -188,7 +223,8 @@ class Lift:
         else:
             a, b = self._computed(norm.base), self._scaled(norm, b, transpose_b=dot.transpose_b)
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
-        product.spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
+        product.spec_of_a = None if norm is None else norm.constraint
+        product.spec = product.out_spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
         self.products[unit.number] = product
         value: Value = product
         if norm is not None:
@@ -327,8 +363,9 @@ class Lift:
             elif self._is_rounded(result):
                 value.made_of = frozenset({self.dtype})
                 value.is_rounded |= value not in values
-        names = [e.params["name"] for e in equations if e.primitive.name == "name" and result in e.outvars]
-        value.name = names[0] if names else value.name
+        for equation in equations:
+            if equation.primitive.name in CONSTRAINTS:
+                self._made_of[equation.outvars[0]].append(value)
         return value
 
     def _shared(self, key: Hashable, f: Callable[..., jax.Array], *inputs: Value, **options: Any) -> Value:

@@ -15,7 +15,7 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.fusion.custom import tangents_jaxpr
 from coda_jax.fusion.dots import Equation, variables
-from coda_jax.fusion.rows import OF_ELEMENTS
+from coda_jax.fusion.rows import MARKS, OF_ELEMENTS
 from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
@@ -117,7 +117,7 @@ class Merged:
 
     def _elementwise(self, equation: Equation, inputs: list[Any]) -> Sequence[jax.Array]:
         name, params = equation.primitive.name, equation.params
-        if name in ("name", "copy") or name in PVARY:
+        if name == "copy" or name in MARKS or name in PVARY:
             return inputs
         if name == "convert_element_type":
             dtype, params = params["new_dtype"], {**params, "sharding": None}  # a map is traced without a mesh

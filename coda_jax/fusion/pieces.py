@@ -280,7 +280,9 @@ def _reason_to_stay(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
 
 
 def _reason_on_mesh(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
-    """Why a piece is not fused in a body of shard_map, where a graph lets all arrays vary over the same mesh axes."""
+    """Why a piece is not fused, in a body of shard_map, where a graph lets all arrays vary alike, or on two meshes."""
+    if len(_meshes(jaxpr)) > 1 and jax.sharding.get_abstract_mesh().empty:  # which JAX refuses in a jitted function
+        return "its arrays are constrained to several meshes"
     axes = varying_axes(*arrays)
     results: list[Any] = [x.aval for x in jaxpr.outvars]
     if any(x.manual_axis_type.varying != axes for x in results):
@@ -295,6 +297,13 @@ def _reason_on_mesh(jaxpr: core.Jaxpr, arrays: Sequence[Any]) -> str:
         if bodies and any(x.aval.manual_axis_type.varying != axes for x in variables(outer.invars)):
             return f"a body in it reads arrays that vary over fewer axes of a mesh than others: {line_of(outer)}"
     return ""
+
+
+def _meshes(jaxpr: core.Jaxpr) -> set[Any]:
+    """The meshes that types of variables have, as names and sizes of axes."""
+    types: Iterator[Any] = (x.aval for e in jaxpr.eqns for x in (*variables(e.invars), *e.outvars))
+    shardings = (getattr(x, "sharding", None) for x in types)
+    return {x.mesh.shape_tuple for x in shardings if x is not None and not x.mesh.empty}
 
 
 def _is_of_convolutions(jaxpr: core.Jaxpr) -> bool:

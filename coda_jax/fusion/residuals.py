@@ -27,12 +27,13 @@ from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.rows import SHAPES
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.graph.calls import is_key
+from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.calls import opened
 from coda_jax.jaxprs.evaluate import read, run
 from coda_jax.jaxprs.walk import num_carried, num_constants
 
-_COMPUTED_AGAIN = ELEMENTWISE | SHAPES | {"concatenate", "pad", "iota"}
+_COMPUTED_AGAIN = (ELEMENTWISE | SHAPES | {"concatenate", "pad", "iota"}) - CONSTRAINTS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,11 +122,15 @@ def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loo
     wanted = list(dict.fromkeys(variables(body.jaxpr.outvars[i] for i in residuals)))
     carried = body.jaxpr.invars[num_constants(forward) :][: num_carried(forward)]
     given = [*body.jaxpr.constvars, *(x for x in body.jaxpr.invars if x not in carried)]
-    makers = {x: e for e in body.jaxpr.eqns if e.primitive.name in _COMPUTED_AGAIN for x in e.outvars}
+    makers = {x: e for e in body.jaxpr.eqns if _is_computed_again(e) for x in e.outvars}
     stacked = cut(wanted, makers, given)
     if sum(map(_bytes, stacked)) >= sum(map(_bytes, wanted)):
         return None
     return _Loops(forward, backward, body, residuals, stacked, _between(stacked, wanted, makers, body.jaxpr))
+
+
+def _is_computed_again(equation: Equation) -> bool:
+    return equation.primitive.name in _COMPUTED_AGAIN or is_constraint(equation)
 
 
 def _residuals(forward: Equation, backward: Equation, own: Sequence[Any]) -> dict[int, list[int]]:

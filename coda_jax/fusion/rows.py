@@ -13,11 +13,13 @@ from jax.extend import core
 
 from coda_jax.fusion.custom import has_elementwise_derivative
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
+from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 
-SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "slice", "split", "transpose", "name", "copy"})
+MARKS = CONSTRAINTS | {"name"}  # they say something of an array, and give it back
+SHAPES = MARKS | {"broadcast_in_dim", "reshape", "squeeze", "slice", "split", "transpose", "copy"}
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-OF_ELEMENTS = ELEMENTWISE | PVARY | {"name"}
+OF_ELEMENTS = ELEMENTWISE | PVARY | MARKS
 _ALONE = OF_ELEMENTS | SHAPES | REDUCTIONS | {"concatenate", "pad", "iota", "custom_jvp_call"}
 
 
@@ -86,7 +88,7 @@ class Rows:
     def is_alone(self, equation: Equation, count: int) -> bool:
         """True for an equation whose results have these rows, and each row of them depends on that row alone."""
         name, params = equation.primitive.name, equation.params
-        if name not in _ALONE:
+        if name not in _ALONE or (name in CONSTRAINTS and not is_constraint(equation)):
             return False
         rows = rows_of(equation, count, self.counts)
         if rows is None or not all(begins(x.aval.shape, rows) for x in equation.outvars):

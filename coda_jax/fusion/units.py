@@ -3,6 +3,7 @@
 a dot_general of two matrices, once the axes of rows are one, is a product
 equations that treat rows alone are maps: one for each array that something else reads, a sum that is finished for a
 whole row, or a value that two such arrays are made of
+a constraint, or a name, is a map that changes nothing: the value in memory takes it
 all other equations are calls, as attention is: those that need nothing of each other's products are one; so are those
 of dtypes that maps do not see, as those of 64 bits
 casts between floats are no equations: a map sees float32, and a product rounds its factors
@@ -25,7 +26,8 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.dots import Equation, is_derivative, variables
-from coda_jax.fusion.rows import REDUCTIONS, SHAPES, Rows, sums_rows
+from coda_jax.fusion.rows import MARKS, REDUCTIONS, SHAPES, Rows, sums_rows
+from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
 from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.values import is_float, is_seen
 
@@ -67,9 +69,11 @@ class Units:
         self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
         self.kinds = list(map(self._kind, range(len(jaxpr.eqns))))
         self.readers = self._readers()
+        self._move_constraints_to_calls()
         self._move_masks_to_calls()
         self._move_passes_to_calls()
         self._move_copies_to_calls()
+        self._move_constraints_to_calls()  # on what has become a call's result
 
     def _products_dtype(self) -> np.dtype[Any]:
         """The dtype of the factors in which most operations are done."""
@@ -128,6 +132,20 @@ class Units:
         for x in dict.fromkeys(variables(self.jaxpr.outvars)):
             readers[x].append(-1)
         return readers
+
+    def _move_constraints_to_calls(self) -> None:
+        """Leaves to the calls a constraint of what they give, and one that asks otherwise than an earlier one.
+
+        All others are of arguments, or of what a product or a map makes: of an array in memory each has one.
+        """
+        equations: list[Equation] = self.jaxpr.eqns
+        asked: dict[Any, Constraint] = {}
+        for i, equation in enumerate(equations):
+            if self.kinds[i] != "map" or equation.primitive.name not in CONSTRAINTS:
+                continue
+            x, constraint = self.bare(equation.invars[0]), constraint_of(equation)
+            if self.maker(x, "call") is not None or not constraint.asks_as(asked.setdefault(x, constraint)):
+                self.kinds[i] = "call"
 
     def _move_masks_to_calls(self) -> None:
         """Leaves masks that depend on no product to the calls, with what they alone are made of: of a byte each.
@@ -377,6 +395,14 @@ class Units:
         """The equation of one of these kinds that a variable is a result of."""
         number = -1 if isinstance(x, core.Literal) else self.makers.get(x, -1)
         return self.jaxpr.eqns[number] if number >= 0 and self.kinds[number] in kinds else None
+
+    def bare(self, x: Any) -> Any:
+        """The variable that has these elements first: without casts, names and constraints."""
+        while (equation := self.maker(x, "map", "cast")) is not None:
+            if self.kinds[self.makers[x]] == "map" and equation.primitive.name not in MARKS:
+                break
+            x = equation.invars[0]
+        return x
 
     def uncast(self, x: Any) -> Any:
         """The variable that a cast is of."""

@@ -28,6 +28,7 @@ from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph import rounded
 from coda_jax.graph.calls import Call, Result, pulled_back
+from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.plan import program_beside
 from coda_jax.graph.pullbacks import inner_product
 from coda_jax.graph.values import (
@@ -77,12 +78,22 @@ def cotangents_of(
             for x, dx in _input_cotangents(ys, dys, varies, inner):
                 if x in varies and dx is not None:
                     terms[x].append(dx)
-    return [_total(terms[leaf], bodies) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
+    totals = [_total(terms[leaf], bodies) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
+    for leaf, total in zip(leaves, totals, strict=True):
+        if total is not None:
+            _constrain(total, leaf)
+    return totals
+
+
+def _constrain(dy: Value, y: Value) -> None:
+    """Gives a cotangent, if it has none, the sharding of its value."""
+    if dy.spec is None and (not isinstance(y.spec, Constraint) or same_shape(dy.shape, y.shape)):
+        dy.spec = y.spec
 
 
 def _liken(dy: Value, y: Value) -> None:
     """Gives a cotangent the sharding, the rows and the dtype in memory of its value: the first that it is of."""
-    dy.spec = y.spec if dy.spec is None else dy.spec
+    _constrain(dy, y)
     if isinstance(dy, Map) and dy.cotangent_of is None and same_shape(dy.shape, y.shape):
         dy.cotangent_of = y
         dy.made_of = y.made_of if dy.is_tile else dy.made_of
@@ -163,9 +174,12 @@ def _product_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
         da = product(b, dy, transpose_a=y.transpose_b, transpose_b=True, like=a)
     else:
         da = product(dy, b, transpose_b=not y.transpose_b, like=a)
+    da.spec = y.spec_of_a
     if y.transpose_b:
         return da, product(dy, a, transpose_a=True, transpose_b=y.transpose_a, like=b)
-    return da, product(a, dy, transpose_a=not y.transpose_a, like=b)
+    db = product(a, dy, transpose_a=not y.transpose_a, like=b)
+    db.spec_of_a = y.spec_of_a
+    return da, db
 
 
 def recovered(x: Value) -> Value:

@@ -15,6 +15,7 @@ from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.rounding import rounded
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.calls import Result, called
+from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.passes import in_pass
@@ -198,7 +199,7 @@ class _Run:
             if self.rows and has_rows(value) != has_rows(self.plan.steps[step].product):
                 x = reshaped_as(x, self._shape_of(value))
             if not value.is_tile and spec is not None and has_rows(value):
-                x = constrained(x, jax.P(*spec))
+                x = _with_rows(x, spec)
             x = x.reshape(value.shape) if isinstance(value, Turned) else self.constrained(value, x)
             self.arrays[value] = self._named(value, x)
 
@@ -208,18 +209,26 @@ class _Run:
 
     def constrained(self, value: Value, x: jax.Array) -> jax.Array:
         """x, lying as the author says; where columns are several axes of the author's, as its rows do."""
-        if value.spec is None:
-            return x
+        if value.spec is None or isinstance(value.spec, Constraint):
+            return x if value.spec is None else value.spec(x)
         rows = max(len(self.rows), 1)
         return constrained(x, value.spec if len(value.spec) <= x.ndim else jax.P(*value.spec[:rows]))
 
-    def _spec_of_rows(self, stores: Sequence[Value]) -> Sequence[Any] | None:
+    def _spec_of_rows(self, stores: Sequence[Value]) -> Sequence[Any] | Constraint | None:
         """How the author says that the rows of these lie, where columns are cut too: by what cuts no rows then."""
-        rows = max(len(self.rows), 1)
-        specs = [x.spec for x in stores if x.spec is not None and x.is_tile and has_rows(x) and any(x.spec[rows:])]
-        return tuple(specs[0][:rows]) if specs else None
+        for x in stores:
+            if x.is_tile and has_rows(x) and (spec := self._own_spec_of_rows(x)) is not None:
+                return spec
+        return None
 
-    def _as_operand(self, value: Value, spec: Sequence[Any] | None, b: Parts) -> Parts:
+    def _own_spec_of_rows(self, value: Value) -> Sequence[Any] | Constraint | None:
+        """How the author says that the rows of one value lie, where its columns are cut too."""
+        if isinstance(value.spec, Constraint):
+            return value.spec.of_rows(self.rows or value.shape[:1])
+        rows = max(len(self.rows), 1)
+        return tuple(value.spec[:rows]) if value.spec is not None and any(value.spec[rows:]) else None
+
+    def _as_operand(self, value: Value, spec: Sequence[Any] | Constraint | None, b: Parts) -> Parts:
         """Beside b in pieces of the columns, pieces too where these are how a pass makes it."""
         parts = self.in_parts(value) if isinstance(b, list) and value.is_tile else []
         if isinstance(b, list) and [x.shape[-1] for x in parts] == [x.shape[-1] for x in b]:
@@ -227,7 +236,7 @@ class _Run:
         x = self.known(value)
         x = x[..., None] if is_of_rows(value) else x
         is_column = not value.is_tile and has_rows(value)
-        return constrained(x, jax.P(*spec, None)) if spec is not None and is_column else x
+        return _with_rows(x, spec, None) if spec is not None and is_column else x
 
     def _alongside(self, of: Product, value: Value, x: Parts) -> Parts:
         """An operand with as many axes of rows as the product beside it: a product of other factors may have M rows."""
@@ -243,7 +252,7 @@ class _Run:
         if of.transpose_b and has_halves(of.b):
             k_axes = 2
         like = self._alike(of.like)
-        spec = of.spec
+        spec = of.out_spec if isinstance(of.spec, Constraint) else of.spec
         is_plain = ragged is None and not of.transpose_a
         if spec is None and is_plain and isinstance(a, jax.Array) and isinstance(b, jax.Array):
             arrays = [x for x in operands.values() if isinstance(x, jax.Array)]
@@ -264,7 +273,7 @@ class _Run:
             value = next((x for x in value.inputs if same_shape(x.shape[:-1], value.shape[:-1]) and x.is_tile), None)
         return None if value is None else self.arrays[value]
 
-    def _factors(self, of: Product, spec: Sequence[Any] | None) -> list[Parts]:
+    def _factors(self, of: Product, spec: Sequence[Any] | Constraint | None) -> list[Parts]:
         """Both factors, in the products' dtype: arrays, or several that are pieces of one."""
         a, b = self.in_parts(of.a), self.in_parts(of.b)
         sums_pieces = of.transpose_b and [x.shape[-1] for x in a] == [x.shape[-1] for x in b]
@@ -278,7 +287,9 @@ class _Run:
                 a = [self._as_matrix(of.a, x) for x in a]
         a = self._as_halves(of, a)
         if spec is not None and not of.transpose_a and has_rows(of.a):
-            a = [constrained(x, jax.P(*spec, None)) for x in a]
+            a = [_with_rows(x, spec, None) for x in a]
+        elif of.spec_of_a is not None and len(a) == 1:
+            a = [of.spec_of_a(x) for x in a]
         factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
         return [one[0] if len(one) == 1 else one for one in factors]
 
@@ -306,6 +317,11 @@ class _Run:
         rows = self.rows if self.rows and has_rows(value) else value.shape[:1]
         columns = value.shape[1:]
         return (*rows, *columns[:-1], 2, columns[-1] // 2) if has_halves(value) else (*rows, *columns)
+
+
+def _with_rows(x: jax.Array, spec: Sequence[Any] | Constraint, *columns: None) -> jax.Array:
+    """x, whose rows are sharded so, and whose columns are not."""
+    return spec(x) if isinstance(spec, Constraint) else constrained(x, jax.P(*spec, *columns))
 
 
 def _epilogue(

@@ -23,6 +23,7 @@ from jax.interpreters import partial_eval
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits, row_of
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
+from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.on_mesh import on_mesh
 from coda_jax.graph.pullbacks import Pullback, backward_of, with_pullback
 from coda_jax.jaxprs.evaluate import opened_jaxpr, without_constants
@@ -40,7 +41,8 @@ class Value:
       transpose: as `turned` made it.
       rounded, amax: in 8 bits with the scale, by dtype and scale; its largest magnitude: as `graph.rounded` made them.
       name: for the policies of `jax.checkpoint`, where it or a value that it is computed again from is kept.
-      spec: its sharding over the mesh where it is in memory, a PartitionSpec of the array with all its axes.
+      spec: its sharding over the mesh where it is in memory, a PartitionSpec of the array with all its axes, or what an
+        equation asks.
       recovered: the same value, computed from the results of a map of it; backward passes read that.
       has_one_row: its rows are the block's, which has one, so that (1, N) is a tile.
       is_factor: it is stored in the dtype of products' factors, and kept for a backward pass that reads it.
@@ -52,7 +54,7 @@ class Value:
     inputs: tuple[Value, ...] = ()
     transpose: Turned | None = None
     name: str | None = None
-    spec: jax.P | None = None
+    spec: jax.P | Constraint | None = None
     recovered: Value | None = None
     has_one_row: bool = False
     is_factor: bool = False
@@ -132,6 +134,8 @@ class Product(Value):
     Attributes:
       groups: (G,) int32, how many rows each has; None for a plain product.
       like: the value whose cotangent the result is, and as which it is sharded over explicit mesh axes; else None.
+      out_spec: the sharding over explicit mesh axes as which it is summed; None for `spec`, or what its factors say.
+      spec_of_a: the sharding of the first factor, where it is in memory for this product alone; None for its own.
       scales: of factors that `graph.rounded` rounds, with its cotangent; None for others.
 
     Raises:
@@ -161,6 +165,8 @@ class Product(Value):
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
         self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
         self.scales: Any = None
+        self.out_spec: jax.P | None = None
+        self.spec_of_a: Constraint | None = None
         self.has_one_row = a.has_one_row and not transpose_a
 
 

@@ -1,0 +1,100 @@
+"""Shardings that a function asks of its arrays, as equations of its jaxpr say them: XLA's constraints, and reshards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import NamedSharding
+
+from coda_jax.epilogue.values import same_shape
+from coda_jax.graph.on_mesh import reshaped_as
+from coda_jax.jaxprs.bind import bind
+from coda_jax.primitives.mesh_types import placed
+
+CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})  # on automatic mesh axes; on explicit ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """The sharding that one equation asks of an array.
+
+    An array of as many elements in another shape is constrained in the shape of the equation's: its columns may be
+    several axes there, and its rows too.
+
+    Attributes:
+      shape: of the array in the equation; None for all arrays that begin with the axes that are sharded.
+      primitive, params: of the equation.
+    """
+
+    shape: tuple[Any, ...] | None
+    primitive: core.Primitive
+    params: Mapping[str, Any]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x, constrained."""
+        # Outside of jit JAX would ask that x has a sharding of the same kind already.
+        constrained: jax.Array = jax.jit(self._constrained, inline=True)(x)
+        return constrained
+
+    def _constrained(self, x: jax.Array) -> jax.Array:
+        y = x if self.shape is None else reshaped_as(x, self.shape)
+        if self.primitive.name == "reshard":
+            y = placed(y, self._sharding)
+        else:
+            (y,) = bind(self.primitive, [y], dict(self.params))
+        return reshaped_as(y, x.shape)
+
+    def asks_as(self, other: Constraint) -> bool:
+        """True for one that asks the same of an array of the same shape."""
+        if self == other:
+            return True
+        shardings, shape = (self._sharding, other._sharding), self.shape or ()
+        if not all(isinstance(x, NamedSharding) for x in shardings) or self.primitive != other.primitive:
+            return False
+        (mesh, own), (other_mesh, others) = ((x.mesh, _entries(x, len(shape))) for x in shardings)
+        return self.shape == other.shape and mesh == other_mesh and own == others
+
+    def of_rows(self, sizes: Sequence[Any]) -> Constraint | None:
+        """The sharding of the axes of rows, of these sizes, where columns are sharded too; None where they are not."""
+        sharding, shape, count = self._sharding, self.shape or (), len(sizes)
+        if not isinstance(sharding, NamedSharding) or not same_shape(shape[:count], sizes):
+            return None
+        entries = _entries(sharding, len(shape))
+        if all(entry in ((), jax.P.UNCONSTRAINED) for entry in entries[count:]):
+            return None
+        params = {**self.params, _key(self.primitive): NamedSharding(sharding.mesh, jax.P(*entries[:count]))}
+        if "unconstrained_dims" in params:
+            params["unconstrained_dims"] = frozenset(axis for axis in params["unconstrained_dims"] if axis < count)
+        return Constraint(None, self.primitive, params)
+
+    @property
+    def _sharding(self) -> Any:
+        return self.params[_key(self.primitive)]
+
+
+def constraint_of(equation: core.JaxprEqn) -> Constraint:
+    """What an equation of `CONSTRAINTS` asks."""
+    x: Any = equation.invars[0]
+    return Constraint(tuple(x.aval.shape), equation.primitive, equation.params)
+
+
+def is_constraint(equation: core.JaxprEqn) -> bool:
+    """True for an equation that asks for a sharding alone: for no layout, and for no array in the host's memory."""
+    if equation.primitive.name not in CONSTRAINTS or equation.params.get("layout") is not None:
+        return False
+    return equation.params[_key(equation.primitive)].memory_kind in (None, "device")
+
+
+def _key(primitive: core.Primitive) -> str:
+    """The name of the parameter that is the sharding."""
+    return "dst_sharding" if primitive.name == "reshard" else "sharding"
+
+
+def _entries(sharding: NamedSharding, rank: int) -> list[Any]:
+    """The mesh axes that shard each axis of an array, or UNCONSTRAINED."""
+    entries = (*sharding.spec, *(None,) * rank)[:rank]
+    return [() if x is None else x if isinstance(x, tuple) or x is jax.P.UNCONSTRAINED else (x,) for x in entries]
