@@ -185,6 +185,9 @@ class Pieces:
                 remats=remats,
             )
             kept = 0 if most == float("inf") else kept_by_graph(found.graph)
+            if remats and not _keeps_no_more(kept, most):
+                found = dataclasses.replace(found, graph=found.graph.keeping_least())
+                kept = kept_by_graph(found.graph)
             if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
                 reason = "complex numbers pass between its products"
             elif most == float("inf") or _keeps_no_more(kept, most):

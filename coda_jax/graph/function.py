@@ -130,6 +130,12 @@ class Graph:
             self._batches[size] = self.of_batch(size)
         return self._batches[size]
 
+    def keeping_least(self) -> Graph:
+        """The graph with `Answers.is_least`; itself without policies."""
+        if self.answers is None:
+            return self
+        return dataclasses.replace(self, answers=dataclasses.replace(self.answers, is_least=True))
+
     @functools.cached_property
     def _batches(self) -> dict[Any, Graph]:
         return {}

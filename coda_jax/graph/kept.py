@@ -150,6 +150,7 @@ class Answers:
       name: makes the name of an array with such answers, for `checkpoint_name`.
       names_outputs: whether outputs have names too where they are made of kept values with no product: what follows
         in a checkpoint starts from these.
+      is_least: whether what is made of kept values with no product is computed again, and not kept beside them.
     """
 
     values: Mapping[Value, Mapping[Any, Any]]
@@ -157,6 +158,7 @@ class Answers:
     cheap: Collection[Call]
     name: Callable[[Mapping[Any, Any]], str]
     names_outputs: bool = True
+    is_least: bool = False
 
     def choice(
         self, kept: Sequence[Value], outputs: Sequence[Value], dtype: Any
@@ -173,6 +175,7 @@ class Answers:
         """
         found = _Found(self, kept, outputs, dtype)
         chosen = found.chosen()
+        chosen = found.least(chosen) if self.is_least else chosen
         named = (*chosen, *outputs) if self.names_outputs else chosen
         return chosen, {x: self.name(found.of(x)) for x in named if found.of(x)}
 
@@ -210,6 +213,28 @@ class _Found:
                 open_ += new
         return sorted(chosen, key=lambda x: x.number)
 
+    def least(self, chosen: Sequence[Value]) -> list[Value]:
+        """The values among these that a policy keeps, and those that are not made of other ones of these."""
+        left = dict.fromkeys(chosen)
+        for x in chosen:
+            if not self._given[x] and self._is_made_of(x, left):
+                del left[x]
+        return list(left)
+
+    def _is_made_of(self, x: Value, left: Collection[Value]) -> bool:
+        """True for a map of leaves and of these values."""
+        open_, seen = list(x.inputs), set(x.inputs)
+        while open_:
+            y = open_.pop()
+            if y in left or isinstance(y, Leaf):
+                continue
+            if not self._is_map(y):
+                return False
+            new = set(y.inputs) - seen
+            seen |= new
+            open_ += new
+        return True
+
     def _give_to_source(self, x: Value, dtype: Any) -> None:
         """Gives a tile's answers to the one kept tile from which it is computed again, if that is no larger.
 
@@ -225,7 +250,7 @@ class _Found:
             seen.add(y)
             if y in self._kept:
                 (tiles if y.is_tile else vectors).add(y)
-            elif isinstance(y, Map):
+            elif self._is_map(y):
                 open_ += y.inputs
             elif not isinstance(y, Leaf):
                 return
@@ -234,11 +259,15 @@ class _Found:
                 self._given[y] = self._given[x] | self._given[y]
             self._given[x] = {}
 
+    def _is_map(self, x: Value) -> bool:
+        """True for a map, and for a call that is computed again as one."""
+        return isinstance(x, Map | Turned) or (isinstance(x, Result) and x.call in self._cheap)
+
     def _answers(self, x: Value) -> dict[Hashable, Any] | None:
         if isinstance(x, Leaf):
             return None
         own = self._given[x]
-        if not isinstance(x, Map | Turned) and not (isinstance(x, Result) and x.call in self._cheap):
+        if not self._is_map(x):
             return own
         inputs = [of for y in inputs_read(x) if (of := self._all[y]) is not None]
         if not inputs:
