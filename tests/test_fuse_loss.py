@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 import coda_jax as coda
 from coda_jax.jaxprs.walk import equations
@@ -693,3 +694,40 @@ def test_an_accuracy_beside_a_loss(name):
     assert [one.epilogue for one in coda.fuse.report(f, x, w).products] == [("token_logprobs",)]
     kept = [coda.explain(with_gradients(g), x, w, platform="cuda").totals.kept_bytes for g in (coda.fuse(f), f)]
     assert kept[0] < kept[1] / 4
+
+
+def of_any_form(x, w, b, y):
+    """A loss of each form."""
+    z = [(i + 1) * x @ w for i in range(7)]
+    return jnp.stack(
+        [
+            jnp.mean(LOSSES["integer_labels"](2.0 * jnp.tanh((z[0] + b) / 2.0), y)),
+            mean_and_square(z[1], y),
+            jnp.mean(LOSSES["integer_labels"](PADDINGS["number"](z[2]), y)),
+            jnp.mean(LOSSES["integer_labels"](z[3][:, :-1], y[:, 1:])),
+            jnp.mean(SMOOTHED["optax"](z[4], y)),
+            jnp.mean(LOSSES["log_softmax"](z[5], y)) + jnp.mean(jnp.argmax(z[5], axis=-1) == y),
+            jnp.mean(LOSSES["log_softmax"](z[6].reshape(-1, VOCABULARY), y.reshape(-1))),
+        ]
+    )
+
+
+def summed_with_gradients(f):
+    return jax.value_and_grad(lambda *args: jnp.sum(jnp.cos(jnp.arange(7.0)) * f(*args)), argnums=(0, 1, 2))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("kind, columns", [("Auto", None), ("Auto", "model"), ("Explicit", None)])
+def test_losses_of_all_forms_over_a_mesh(kind, columns):
+    """Over explicit axes logits whose rows are given other axes stay, for the labels cannot be given those of x."""
+    x, w, labels = sizes()
+    b, x, labels = jnp.sin(jnp.arange(VOCABULARY) ** 1.5), x.reshape(4, 16, -1), labels.reshape(4, 16)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
+    specs = jax.P("data"), jax.P(None, columns), jax.P(), jax.P("data")
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip((x, w, b, labels), specs, strict=True)]
+        fused = coda.fuse(of_any_form)
+        found, expected = (jax.jit(summed_with_gradients(g))(*args) for g in (fused, of_any_form))
+        operators = str(jax.make_jaxpr(fused)(*args))
+    assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5
+    assert "linear_cross_entropy" in operators and "token_logprobs" in operators

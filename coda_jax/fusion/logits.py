@@ -18,6 +18,7 @@ from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.dots import Dot, Equation, dot_of, swaps_factors, variables
 from coda_jax.fusion.makers import Makers, among, kept_columns
+from coda_jax.primitives.mesh_types import explicit_cuts
 
 _GREATEST_FILL = -1e4  # of padding
 
@@ -161,6 +162,8 @@ def _of_rows(makers: Makers, logits: Logits) -> Iterator[Logits]:
         (out,), params = equation.outvars, equation.params
         own = dataclasses.replace(logits, arrays=frozenset(makers.casts(out)), moved=(*logits.moved, equation))
         if equation.primitive.name == "reshape":
+            if any(explicit_cuts(equation.invars[0].aval)):
+                continue  # the labels could not be given the axes of x
             if params["dimensions"] is None and out.aval.ndim > 1 and same_size(out.aval.shape[-1], logits.columns):
                 yield own
             continue

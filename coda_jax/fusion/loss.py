@@ -21,7 +21,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -225,9 +225,10 @@ def _arguments(site: _Site, values: dict[Any, Any]) -> tuple[tuple[jax.Array, ..
     return (x, w, labels), options, (labels != known, known >= logits.vocabulary)
 
 
-def _numbers(site: _Site, stats: Statistics, is_outside: jax.Array, is_padding: jax.Array | None) -> list[jax.Array]:
+def _numbers(site: _Site, stats: Statistics, is_outside: Any, is_padding: Any) -> list[jax.Array]:
     """The numbers of each token that the site's variables are."""
-    target = stats.target if is_padding is None else jnp.where(is_padding, site.logits.fill, stats.target)
+    fill = site.logits.fill
+    target = stats.target if fill is None else jnp.where(is_padding, fill, stats.target)
     stats = stats._replace(target=target)
     return [_number(one, site.logits.vocabulary, stats, is_outside) for one in site.reads.values()]
 
@@ -277,7 +278,7 @@ def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
     """The values of the numbers of each token."""
     arrays, options, (is_outside, is_padding) = _arguments(site, values)
     stats = statistics_of_any(*arrays, has_best=site.has_best, **options)
-    numbers = _numbers(site, stats, is_outside, is_padding if site.logits.fill is not None else None)
+    numbers = _numbers(site, stats, is_outside, is_padding)
     types = (x.aval for x in site.reads)
     return [x.astype(aval.dtype).reshape(aval.shape) for x, aval in zip(numbers, types, strict=True)]
 
@@ -325,14 +326,14 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     picks |= _picked_of(makers, logprobs, is_of_logits=False)
     first = next(iter(picks.values()), None)
     same = {x: one for x, one in picks.items() if first and one.labels is first.labels}
-    sums = {x: _Total(True) for x in _sums(makers, logits.arrays)}
-    sums |= {x: _Total(False) for x in _sums(makers, logprobs)}
+    of_columns = {x: _Total(True) for x in _sums(makers, logits.arrays)}
+    of_columns |= {x: _Total(False) for x in _sums(makers, logprobs)}
     best = [e for e in makers.read_by(logits.arrays | logprobs, "argmax") if _is_over_last(e)]
-    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **sums, **{e.outvars[0]: _Best() for e in best}}
+    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **of_columns, **{e.outvars[0]: _Best() for e in best}}
     return reads
 
 
-def _sums(makers: Makers, arrays: Iterable[Any]) -> list[Any]:
+def _sums(makers: Makers, arrays: Collection[Any]) -> list[Any]:
     """The sums of the arrays over their last axis."""
     return [e.outvars[0] for e in makers.read_by(arrays, "reduce_sum") if _is_over_last(e)]
 
@@ -357,7 +358,7 @@ def _logarithms(makers: Makers, sums: set[Any]) -> Iterator[set[Any]]:
         yield makers.views(logarithm.outvars[0])
 
 
-def _differences(makers: Makers, arrays: Iterable[Any], columns: set[Any]) -> set[Any]:
+def _differences(makers: Makers, arrays: Collection[Any], columns: set[Any]) -> set[Any]:
     """The arrays less a column, and what they are cast to."""
     found = set[Any]()
     for difference in makers.read_by(arrays, "sub"):
@@ -377,7 +378,7 @@ def _log_sum_exps(makers: Makers, shift: Any, logarithm: set[Any]) -> list[Any]:
     return found
 
 
-def _picked_of(makers: Makers, arrays: Iterable[Any], *, is_of_logits: bool) -> Iterator[tuple[Any, _Pick]]:
+def _picked_of(makers: Makers, arrays: Collection[Any], *, is_of_logits: bool) -> Iterator[tuple[Any, _Pick]]:
     """Variables that are one of the arrays at labels along its last axis."""
     for gather in makers.read_by(arrays, "gather"):
         operand, indices = gather.invars

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -73,9 +74,9 @@ class TokenSum:
                     inputs = [read(values, x) for x in equation.invars]
                     (values[out],) = bind(equation.primitive, inputs, equation.params)
             summed = [values[x].astype(jnp.float32) for _, x in self.sums]
-            if not self.combined:
-                return summed[0]
-            return sum(weight * x for weight, x in zip(weights, summed, strict=True))
+            if self.combined:
+                summed = [weight * x for weight, x in zip(weights, summed, strict=True)]
+            return functools.reduce(jnp.add, summed)
 
         return value
 

@@ -98,6 +98,7 @@ def _arguments(
 def _with_bias(arguments: HeadArguments, bias: jax.Array) -> HeadArguments:
     """The head with more of x's width: ones beside the bias, in as many parts as make it in the products' dtype."""
     head, tokens, kernel, rows = arguments
+    h: Any = tokens.h
     wide, dtype = rows.replicated(bias).astype(jnp.float32), jnp.finfo(head.dtype)
     parts, left = list[jax.Array](), wide
     for _ in range(_BIAS_PARTS):
@@ -108,7 +109,7 @@ def _with_bias(arguments: HeadArguments, bias: jax.Array) -> HeadArguments:
     parts[0] = wide + jax.lax.stop_gradient(parts[0] - wide)
     b = jnp.stack([*parts, *[jnp.zeros_like(wide)] * (_BIAS_RANK - _BIAS_PARTS)])
     is_part = jnp.arange(_BIAS_RANK) < _BIAS_PARTS
-    ones = jnp.ones_like(tokens.h[:, :1], head.dtype) * is_part.astype(head.dtype)
-    (inner,) = vary(varying_axes(tokens.h, kernel.w, b), ones)
+    ones = jnp.ones_like(h[:, :1], head.dtype) * is_part.astype(head.dtype)
+    (inner,) = vary(varying_axes(h, kernel.w, b), ones)
     low_rank = dataclasses.replace(head, chunk_bytes=min(head.chunk_bytes, CHUNK_BYTES_BESIDE_A_COPY))
     return HeadArguments(low_rank, tokens._replace(inner=inner), kernel._replace(b=b), rows)
