@@ -615,7 +615,7 @@ def test_a_fused_function_is_a_part_of_the_one_that_calls_it(called, door):
 
 
 def test_a_function_jitted_inside_of_a_fused_one_is_fused_alone_outside_of_it():
-    """What JAX has of its trace inside serves there alone, and what it has of one outside serves outside alone."""
+    """JAX's trace of it inside serves there alone, and what it has of one outside serves outside alone."""
     w, x = plain_models.weights(), plain_models.inputs()
     for first in (0, 1):
         layer = jax.jit(coda.fuse(feed_forward))
@@ -643,7 +643,7 @@ def test_what_a_report_says_of_a_fused_function_inside():
 
 @pytest.mark.parametrize("options", [{"exact": True}, {"implementation": "xla"}, {"check": True}, {"memory": None}])
 def test_options_of_a_fused_function_inside_hold(options):
-    """Those that it has none of are those of the function around; others are its own."""
+    """Options that it has none of are those of the function around; others are its own."""
     w, x = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), y) for y in (plain_models.weights(), plain_models.inputs()))
 
     def twice(layer):

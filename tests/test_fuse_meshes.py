@@ -365,7 +365,7 @@ def test_a_constraint_of_a_layout_stays(door):
 @pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_each_device_has_the_part_that_a_constraint_asks_for(name, door):
-    """Where nothing is constrained, arguments that are not sharded are multiplied whole on each device."""
+    """Without a constraint, arguments that are not sharded are multiplied whole on each device."""
     w, x = marked_arguments()
     w = {key: w[key] for key in ("norm", "gate", "bias", "up", "down")}
 

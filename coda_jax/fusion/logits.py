@@ -49,7 +49,7 @@ class Logits:
 
     @property
     def columns(self) -> Any:
-        """Of the arrays."""
+        """The view of the arrays."""
         return next(iter(self.arrays)).aval.shape[-1]
 
     @property

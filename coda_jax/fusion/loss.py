@@ -44,7 +44,7 @@ _CLIPPED = frozenset({"CLIP", "PROMISE_IN_BOUNDS"})  # modes of a gather; of the
 
 @dataclasses.dataclass(frozen=True)
 class _Pick:
-    """What is picked at a label of each token.
+    """The number that is picked at a label of each token.
 
     Attributes:
       labels: a variable of integers, one a token.
@@ -169,12 +169,12 @@ def _order(makers: Makers, sites: Sequence[_Site]) -> list[Equation | _Site] | N
 
 
 def _place(makers: Makers, one: Equation | _Site) -> int:
-    """Where an equation stands; a loss stands where its product does."""
+    """The place where an equation stands; a loss stands where its product does."""
     return makers.number(one.logits.product if isinstance(one, _Site) else one)
 
 
 def _sorted(needed: dict[int, Any], waits: dict[int, set[int]], places: dict[int, int]) -> list[Any] | None:
-    """What is needed, each after those that it waits for, otherwise by its place."""
+    """All that is needed, each after those that it waits for, otherwise by its place."""
     users: dict[int, list[int]] = {}
     for one, before in waits.items():
         for other in before:

@@ -70,7 +70,7 @@ class Nested:
         return self._known[id(body)][1]
 
     def _of_jit(self, equation: Equation) -> core.ClosedJaxpr:
-        """What the jaxpr of a jitted function becomes; the same each time, so that it is compiled once."""
+        """The jaxpr that a jitted function's becomes; the same each time, so that it is compiled once."""
         body = callee(equation)
         key = id(body), jax.sharding.get_abstract_mesh()
         if key not in self._jitted:

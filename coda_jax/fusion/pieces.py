@@ -163,7 +163,7 @@ class Pieces:
         return piece
 
     def nested(self, remats: Sequence[Remat], is_outer: bool) -> Nested:
-        """What runs the bodies in a piece; those of jitted functions are as the piece is, no bodies of loops."""
+        """Runs the bodies in a piece; those of jitted functions are as the piece is, no bodies of loops."""
         return Nested(self.function, remats, functools.partial(self.function, is_outer=is_outer))
 
     def _lifted(

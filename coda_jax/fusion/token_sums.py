@@ -45,7 +45,7 @@ class TokenSum:
         return [*self.others, *(x for x in beside if x not in made)]
 
     def weights(self, values: dict[Any, Any]) -> list[jax.Array]:
-        """What the result has of each sum, () float32 each."""
+        """The coefficients that the result has of each sum, () float32 each."""
         if not self.combined:
             return [jnp.ones((), jnp.float32)] * len(self.sums)
         weights = []

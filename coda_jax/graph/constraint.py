@@ -77,7 +77,7 @@ class Constraint:
 
 
 def constraint_of(equation: core.JaxprEqn) -> Constraint:
-    """What an equation of `CONSTRAINTS` asks."""
+    """The constraint that an equation of `CONSTRAINTS` asks."""
     x: Any = equation.invars[0]
     return Constraint(tuple(x.aval.shape), equation.primitive, equation.params)
 

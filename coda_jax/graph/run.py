@@ -285,11 +285,7 @@ class _Run:
             b = [self._as_matrix(of.b, x) for x in b]
             if of.transpose_a:
                 a = [self._as_matrix(of.a, x) for x in a]
-        a = self._as_halves(of, a)
-        if spec is not None and not of.transpose_a and has_rows(of.a):
-            a = [_with_rows(x, spec, None) for x in a]
-        elif of.spec_of_a is not None and len(a) == 1:
-            a = [of.spec_of_a(x) for x in a]
+        a = _as_asked(of, self._as_halves(of, a), spec)
         factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
         return [one[0] if len(one) == 1 else one for one in factors]
 
@@ -317,6 +313,13 @@ class _Run:
         rows = self.rows if self.rows and has_rows(value) else value.shape[:1]
         columns = value.shape[1:]
         return (*rows, *columns[:-1], 2, columns[-1] // 2) if has_halves(value) else (*rows, *columns)
+
+
+def _as_asked(of: Product, a: list[jax.Array], spec: Sequence[Any] | Constraint | None) -> list[jax.Array]:
+    """The first factor, whose rows are sharded as the product's result is asked to be."""
+    if spec is not None and not of.transpose_a and has_rows(of.a):
+        return [_with_rows(x, spec, None) for x in a]
+    return [of.spec_of_a(x) for x in a] if of.spec_of_a is not None and len(a) == 1 else a
 
 
 def _with_rows(x: jax.Array, spec: Sequence[Any] | Constraint, *columns: None) -> jax.Array:
