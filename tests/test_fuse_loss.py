@@ -331,7 +331,7 @@ def test_a_padded_vocabulary(name):
 
 @pytest.mark.parametrize("loss", ["integer_labels", "log_softmax", "one_hot", "logsumexp", "of_log_softmax_clip"])
 def test_labels_in_padding(loss):
-    """The number that is picked there is the padding's number, without a gradient; beyond it, what plain JAX has outside."""
+    """The padding's number is picked there, without a gradient; beyond it, what plain JAX has outside."""
     x, w, labels, *_ = small_arguments()
     labels = labels.at[8:12].set(jnp.asarray([USED - 1, USED, USED + 3, VOCABULARY - 1]))
 
