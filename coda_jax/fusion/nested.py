@@ -49,12 +49,11 @@ class Nested:
         return results
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-        run = _rule(equation)
-        is_jitted = run is None and equation.primitive.name in JITS
-        if (run is None and not is_jitted) or not any(map(has_products, inner_jaxprs(equation))):
-            return bind(equation.primitive, inputs, equation.params)
-        if is_jitted:  # its arrays are donated as they are
+        run, has_bodies = _rule(equation), any(map(has_products, inner_jaxprs(equation)))
+        if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
             return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation)})
+        if run is None or not has_bodies:
+            return bind(equation.primitive, inputs, equation.params)
         arrays = [
             jnp.asarray(x, v.aval.dtype) if jnp.ndim(x) == 0 and not is_key(v.aval) else x
             for x, v in zip(inputs, equation.invars, strict=True)
