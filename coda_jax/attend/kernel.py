@@ -20,7 +20,6 @@ import numpy as np
 from coda_jax import ffi
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
 from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, is_of_8_bits
-from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.tiles.constants import NUM_SMS
 
 _NO_BOUND = 1 << 30  # of a band, and of sizes
@@ -136,9 +135,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
         jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
     ]
     if _is_nothing(q, k, spec):
-        return _varying(
-            arrays, [jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)]
-        )
+        return [jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)]
     tiles = ForwardTiles.of(q.shape[-1], v.shape[-1], queries)
     mask = _KernelMask.of(q, k, mask_arrays, spec)
     found = mask.tiles(tiles.rows, tiles.keys, by_keys=False) if mask.has_arrays else _NO_TILES
@@ -160,13 +157,13 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
         grid=[0, 1, tiles.rows, 0, 2, 1, 0, 0, 1],
         maps=[0, 64, tiles.rows, 1, 64, tiles.keys, 2, 64, tiles.keys],
         pointers=[count, count + 1, count + 2, *pointers],
-        sizes=[*_SIZES, *mask.broadcast_sizes(operands)],
+        sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, int(yields), _bits(spec.scale)],
         zeroed=[count + 2],
         resident=_YIELDS if yields else 1,
     )
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return _varying(arrays, _launched(operands.arrays, [*results, counter], call)[:2])
+    return _launched(operands.arrays, [*results, counter], call)[:2]
 
 
 def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
@@ -179,7 +176,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     del yields
     q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
     if _is_nothing(q, k, spec):
-        return _varying(arrays, [jnp.zeros(x.shape, x.dtype) for x in (q, k, v)])
+        return [jnp.zeros(x.shape, x.dtype) for x in (q, k, v)]
     batch, queries, heads, head = q.shape
     keys, key_heads = k.shape[1:3]
     tiles = BackwardTiles.of(head, v.shape[-1])
@@ -214,7 +211,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
         pointers=[*statistics, *pointers, *order, count, count + 1, count + 2, count + 3],
-        sizes=[*_SIZES, *mask.broadcast_sizes(operands)],
+        sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, splits, _bits(spec.scale)],
         zeroed=[count + 3 if config.deterministic else count],
     )
@@ -222,7 +219,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     dq = _in_rows(sums, turns if config.deterministic else None, q, spec.scale, members)
     if splits > 1:
         dk, dv = (jnp.sum(x, axis=0).astype(like.dtype) for x, like in ((dk, k), (dv, v)))
-    return _varying(arrays, [dq, dk, dv])
+    return [dq, dk, dv]
 
 
 def _statistics(y: jax.Array, dy: jax.Array, lse: jax.Array, dlse: jax.Array) -> list[jax.Array]:
@@ -265,6 +262,11 @@ def _in_rows(
 
 
 _SIZES = [0, 0, 0, 1, 1, 1, 0, 2, 1, 2]  # batch, queries, keys, heads, heads of keys, of q and k
+
+
+def _broadcast_sizes(pointers: Sequence[int]) -> list[int]:
+    """Sizes of the dense mask and of the bias, the last of a mask's pointers, four each; of none those of any array."""
+    return [number for at in pointers[-2:] for axis in range(4) for number in (max(at, 0), axis)]
 
 
 def _is_nothing(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> bool:
@@ -378,14 +380,6 @@ class _KernelMask:
         arrays = self.arrays
         in_order = (arrays.intervals, arrays.query_ids, arrays.key_ids, tiles.needed, tiles.full, tiles.order)
         return [operands.add(x) for x in (*in_order, arrays.mask, arrays.bias)]
-
-    def broadcast_sizes(self, operands: _Operands) -> list[int]:
-        """Sizes of the dense mask and of the bias, four each; of none those of whatever array."""
-        sizes = []
-        for x in (self.arrays.mask, self.arrays.bias):
-            at = 0 if x is None else next(i for i, one in enumerate(operands.arrays) if one is x)
-            sizes += [number for axis in range(4) for number in (at, axis)]
-        return sizes
 
     def tiles(self, rows: int, keys: int, *, by_keys: bool) -> _TileBits:
         """The tiles of queries and keys that see each other: bits along keys, or of tiles of keys along queries."""
@@ -508,11 +502,6 @@ def _member(name: str, value: Any) -> str:
 def _launched(arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall) -> list[jax.Array]:
     ffi.compile_async(call.source, call.name)
     return ffi.launch_call(arrays, results, call)
-
-
-def _varying(arrays: Sequence[jax.Array], results: Sequence[jax.Array]) -> list[jax.Array]:
-    """Results that vary over the manual mesh axes over which the arrays do, as a custom call's type does not say."""
-    return list(vary(varying_axes(*arrays), *results))
 
 
 def _bits(x: float) -> int:
