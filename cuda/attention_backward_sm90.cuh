@@ -439,7 +439,7 @@ struct Backward {
         for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
       }
 #pragma unroll
-      for (int i = 0; i < words; ++i) w[i] = packed_pair<input>(s[2 * i], s[2 * i + 1]);
+      for (int i = 0; i < words; ++i) w[i] = packed<input>(s[2 * i], s[2 * i + 1]);
       wgmma::fence();
       over_queries(dv, w, dy + my_value_columns);
       wgmma::wait<1>();  // dp^T; dv's product runs on
@@ -505,7 +505,7 @@ struct Backward {
       low = low > largest ? largest : low < -largest ? -largest : low;  // NaN stays
       high = high > largest ? largest : high < -largest ? -largest : high;
     }
-    return packed_pair<input>(low, high);
+    return packed<input>(low, high);
   }
 
   __device__ __forceinline__ void add_bias(float (&s)[registers], int head, int row, int my_key) const {
@@ -553,8 +553,7 @@ struct Backward {
         const bool query_marked = CleanQueries::is_marked(marks(slot), 8 * j + 2 * (threadIdx.x % 4) + c);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          if ((query_marked || key_marked[r]) && s[4 * j + 2 * r + c] != masked_score)
-            s[4 * j + 2 * r + c] = not_a_number();
+          if ((query_marked || key_marked[r]) && s[4 * j + 2 * r + c] != masked_score) s[4 * j + 2 * r + c] = nan();
       }
   }
   /// The keys that two adjacent queries of a tile see.

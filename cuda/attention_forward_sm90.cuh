@@ -333,7 +333,7 @@ struct Forward {
   }
   __device__ __forceinline__ static void pack(const float (&s)[registers], uint32 (&w)[words]) {
 #pragma unroll
-    for (int i = 0; i < words; ++i) w[i] = packed_pair<input>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < words; ++i) w[i] = packed<input>(s[2 * i], s[2 * i + 1]);
   }
 
   __device__ __forceinline__ void consume(int consumer) const {

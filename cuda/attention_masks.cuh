@@ -7,6 +7,7 @@
 #pragma once
 
 #include "accumulator_sm90.cuh"
+#include "elementwise.cuh"
 #include "fragment_sm90.cuh"
 #include "pipeline.cuh"
 
@@ -17,13 +18,6 @@ using ptx::uint32;
 constexpr float log2_e = 1.4426950408889634f;
 /// Of an element that is not seen: a power of two, so that two of them scaled differ by exactly 0.
 constexpr float masked_score = -0x1p100f;
-
-__device__ __forceinline__ float not_a_number() {
-  return __uint_as_float(0x7FC00000u);
-}
-__device__ __forceinline__ float infinity() {
-  return __uint_as_float(0x7F800000u);
-}
 
 /// Rows of arrays that are loaded a tile at a time.
 __device__ __forceinline__ constexpr int padded(int rows) {
@@ -254,10 +248,6 @@ struct Cleaner {
 // ---- values of 16 bits, two in a word
 
 template <DType input>
-__device__ __forceinline__ uint32 packed_pair(float low, float high) {
-  return input == DType::bf16 ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
-}
-template <DType input>
 __device__ __forceinline__ float widened_half(uint32 word, int half) {
   if constexpr (input == DType::bf16)
     return __uint_as_float(half ? word & 0xFFFF0000u : word << 16);
@@ -288,7 +278,7 @@ __device__ __forceinline__ void store_row(unsigned short* row, int column, const
   for (int j = 0; j < groups; j += 4) {
     uint32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = packed_pair<input>(value(j + i, 0), value(j + i, 1));
+    for (int i = 0; i < 4; ++i) words[i] = packed<input>(value(j + i, 0), value(j + i, 1));
     exchange_in_quad(words);
     const int at = column + 8 * (j + threadIdx.x % 4);
     if (row != nullptr && at < width) *reinterpret_cast<uint4*>(row + at) = {words[0], words[1], words[2], words[3]};

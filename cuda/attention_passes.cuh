@@ -63,9 +63,7 @@ struct Prepare {
       delta = sums[threadIdx.x / rows][threadIdx.x % rows] - p.dlse[of_head * p.queries + row];
     }
     const bool sees_nothing = lse == -infinity();
-    p.lse_2[of_head * padded(p.queries) + row] = sees_nothing        ? infinity()
-                                                 : lse == infinity() ? not_a_number()
-                                                                     : lse * log2_e;
+    p.lse_2[of_head * padded(p.queries) + row] = sees_nothing ? infinity() : lse == infinity() ? nan() : lse * log2_e;
     p.delta[of_head * padded(p.queries) + row] = sees_nothing ? 0 : delta;
   }
   __device__ __forceinline__ static float dot(uint32 a, uint32 b) {
