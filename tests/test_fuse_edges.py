@@ -10,7 +10,7 @@ from coda_jax.fusion.dots import is_derivative
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Map, reachable
 from tests import plain_models
-from tests.test_fuse import largest_error
+from tests.test_fuse import DOORS, largest_error, with_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
 
@@ -512,3 +512,88 @@ def test_what_stands_between_calls_is_theirs():
     (piece,) = fused.pieces.made
     maps = [x for x in reachable(piece.lifted.graph.outputs) if isinstance(x, Map)]
     assert not any(x.shape == (32, 32) for x in maps)  # (B T, N S)
+
+
+def _rotated(x, axis):
+    """Heads (..., 8) whose halves are rotated by angles that depend on the place along an axis."""
+    sizes = [1] * x.ndim
+    sizes[axis] = x.shape[axis]
+    angles = jnp.arange(x.shape[axis], dtype=jnp.float32).reshape(sizes)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a], -1).astype(x.dtype)
+
+
+# The order that is asked for, the one with rows first, and the weight's axes.
+ORDERS = {
+    "columns, then rows": ("btd,df->fbt", "btd,df->btf", (16, 32)),
+    "rows apart": ("btd,df->bft", "btd,df->btf", (16, 32)),
+    "heads in front": ("btd,dhk->bhtk", "btd,dhk->bthk", (16, 2, 8)),
+    "parts in front": ("btd,dchk->cbthk", "btd,dchk->btchk", (16, 3, 2, 8)),
+    "parts, and heads in front": ("btd,dchk->cbhtk", "btd,dchk->btchk", (16, 3, 2, 8)),
+    "heads last": ("btd,dhk->tbkh", "btd,dhk->bthk", (16, 2, 8)),
+}
+
+
+def _of_order(order):
+    """A function of a product in this order: its parts, bias, rotation, activation, and a product of it."""
+
+    def f(w, x):
+        result = order.partition("->")[2]
+        y = jnp.einsum(order, x, w["a"])
+        if "c" in result:
+            y, gate, more = (jax.lax.index_in_dim(y, i, result.index("c"), keepdims=False) for i in range(3))
+            result = result.replace("c", "")
+        if result.endswith("k"):
+            y = _rotated(y, result.index("t"))
+        if "c" in order:
+            y = y * jax.nn.silu(gate) + more
+        y = jnp.tanh(y)
+        columns = "f" if "f" in result else "hk"
+        return jnp.einsum(f"{result},{columns}e->bte", y, w["b"]), y
+
+    return f
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ORDERS)
+def test_orders_of_axes_that_einsum_gives_a_product(name, dtype):
+    order, _, sizes = ORDERS[name]
+    columns = [size for size in sizes[1:] if size != 3]
+    w = {"a": normal(*sizes, dtype=dtype) / 4, "b": normal(*columns, 16, seed=1, dtype=dtype) / 4}
+    x = normal(2, 4, 16, seed=2, dtype=dtype)
+    for exact in (False, True):
+        bound = 2e-5 if dtype == jnp.float32 else 3e-2
+        check(_of_order(order), w, x, argnums=(0, 1), bound=bound, exact=exact)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_product_in_another_order_moves_what_one_with_rows_first_moves(name, door):
+    order, rows_first, sizes = ORDERS[name]
+    sizes = [4 * size if size > 3 else size for size in sizes]
+    columns = [size for size in sizes[1:] if size != 3]
+    w = {
+        "a": jax.ShapeDtypeStruct(sizes, jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((*columns, 64), jnp.bfloat16),
+    }
+    x = jax.ShapeDtypeStruct((4, 128, 64), jnp.bfloat16)
+
+    def loss(order):
+        return lambda w, x: jnp.mean(jnp.square(_of_order(order)(w, x)[0].astype(jnp.float32)))
+
+    found, own = (coda.explain(DOORS[door](loss(one)), w, x, platform="cuda") for one in (order, rows_first))
+    plain = coda.explain(with_gradients(loss(order)), w, x, platform="cuda")
+    assert (found.kernels, found.others) == (own.kernels, own.others) == (6, 0)
+    assert found.totals.passes_bytes <= own.totals.passes_bytes
+    assert found.totals.kept_bytes <= 1.01 * plain.totals.kept_bytes
+
+
+def test_a_sum_over_axes_in_the_middle_names_its_factor():
+    def f(w, x):
+        return jnp.einsum("btd,ts->bsd", jnp.tanh(x @ w["a"]), w["mixed"])
+
+    w, x = {"a": normal(8, 16), "mixed": normal(4, 6, seed=1)}, normal(2, 4, 8, seed=2)
+    check(f, w, x, argnums=(0, 1))
+    reasons = [one.reason for one in coda.fuse.report(f, w, x).products if one.reason]
+    assert reasons == ["it sums over axes (1,) of float32[2,4,16], which are not its last"]

@@ -457,3 +457,25 @@ def test_a_policy_sees_names_beside_constraints(saved, door):
     losses = [loss_of(jax.checkpoint(marked_block(mark), policy=policy)) for mark in marks]
     plain = counts(with_gradients(losses[0]), *args)[0]
     assert [counts(DOORS[door](loss), *args) for loss in losses] == [(0, plain)] * 3
+
+
+def heads_in_front(w, x):
+    q, k, v = jnp.einsum("btd,dchk->cbhtk", x, w["parts"])
+    return jnp.mean(jnp.square(jnp.einsum("bhtk,hkd->btd", jnp.tanh(q) * k + v, w["out"])))
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_product_in_another_order_over_a_mesh(kind, door):
+    rng = np.random.default_rng(0)
+    w = {"parts": rng.standard_normal((16, 3, 2, 8)) / 4, "out": rng.standard_normal((2, 8, 16)) / 4}
+    w, x = jax.tree.map(jnp.float32, (w, rng.standard_normal((8, 4, 16))))
+    expected = jax.jit(with_gradients(heads_in_front))(w, x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+        found, own = (jax.jit(f)(w, rows) for f in (DOORS[door](heads_in_front), with_gradients(heads_in_front)))
+        assert counts(DOORS[door](heads_in_front), w, rows) == (0, 6)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
+            assert jax.typeof(a).sharding == jax.typeof(b).sharding
+    assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5

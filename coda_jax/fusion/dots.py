@@ -107,7 +107,9 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
         return Dot(a, b, a.aval.ndim - count, count, False, False, (*sums_b, *others))
     if sums_a == list(range(count)) and sums_b == sums_a:
         return Dot(a, b, count, count, True, False)
-    return "the axes that it sums over are not the last of its first factor"
+    is_of_b = sums_a == list(range(count)) and sums_b != _last(b, count)
+    of, sums = (b, sums_b) if is_of_b else (a, sums_a)
+    return f"it sums over axes {tuple(sums)} of {of.aval.str_short()}, which are not its last"
 
 
 def convolution_flops(equation: Equation, kernel: Sequence[Any], out: Sequence[Any]) -> Any:

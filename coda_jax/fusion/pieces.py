@@ -19,6 +19,7 @@ from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
 from coda_jax.fusion.nested import Function, Nested, has_products
+from coda_jax.fusion.orders import with_rows_first
 from coda_jax.fusion.remat import Remat
 from coda_jax.fusion.residuals import with_fewer_residuals
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
@@ -134,7 +135,7 @@ class Pieces:
         self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
     ) -> Function:
         """The function of a straight jaxpr."""
-        losses = list[tuple[Equation, str]]()
+        flat, losses = with_rows_first(flat), list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
             flat, losses = with_losses(flat, sums=is_outer)
         flat = with_fewer_residuals(flat, arrays)

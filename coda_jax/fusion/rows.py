@@ -37,7 +37,7 @@ class Rows:
     def __init__(self, jaxpr: core.Jaxpr):
         self.counts: dict[Any, int] = {}
         self._elementwise: dict[int, bool] = {}  # functions with a derivative of their own
-        self.results, self.absorbed = _results_of_dots(jaxpr)
+        self.results, self.absorbed = results_of_dots(jaxpr)
         found = {
             i: dot_of(jaxpr.eqns[i], is_swapped=x is not jaxpr.eqns[i].outvars[0]) for i, x in self.results.items()
         }
@@ -115,7 +115,7 @@ class Rows:
         return self._elementwise[id(equation)]
 
 
-def _results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:
+def results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:
     """The result of each dot_general, by number, and the numbers of the transposes that are part of one."""
     readers: dict[Any, list[int]] = {}
     for i, equation in enumerate(jaxpr.eqns):

@@ -1,0 +1,220 @@
+"""Products with their axes in another order, as einsum has them: the activation comes first, and a view behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from coda_jax.fusion.dots import Dot, Equation, dot_of, variables
+from coda_jax.fusion.rows import REDUCTIONS, results_of_dots
+from coda_jax.fusion.straight import at_line
+from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.evaluate import evaluate
+
+_View = tuple[jax.Array, tuple[int, ...], jax.Array]  # an array, the order of its axes in its transpose, the transpose
+
+
+def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A straight jaxpr whose products are those of matrices, where they are these but for the order of their axes.
+
+    einsum may put a weight first, (K, N) before (M, K), and transpose the result (N, M) into the order that is asked
+    for. Here the activation is first, and its result is transposed behind the slices, casts and elementwise operations
+    that read it; not at all where these put its axes back. A factor that is made of products and transposed so that
+    its rows come last, as in the derivative, is transposed so that they come first.
+    """
+    orders = _Orders(closed.jaxpr)
+    if not (orders.swapped or orders.turned):
+        return closed
+    made = jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()))(*closed.in_avals)
+    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
+    return core.ClosedJaxpr(needed, made.consts)
+
+
+class _Orders:
+    """Evaluates the equations of a jaxpr.
+
+    Attributes:
+      swapped: the products whose factors are exchanged, by the variable that they are.
+      turned: the factors whose axes behind come first, and how many axes stand in front of these.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr):
+        self.swapped: set[Any] = set()
+        self.turned: dict[Any, int] = {}
+        self._turned: dict[Any, jax.Array] = {}  # the arrays of these factors
+        self._views: dict[int, _View] = {}  # by the transpose
+        self._numbers: dict[int, tuple[Any, jax.Array]] = {}  # by the arrays that are one number everywhere
+        self._transposes: dict[int, _View] = {}  # the function's own, which are no views
+        self._others: dict[tuple[int, Sequence[int]], tuple[jax.Array, jax.Array]] = {}  # arrays, transposed
+        results, _ = results_of_dots(jaxpr)
+        made_of_products: set[Any] = set()
+        transposes: set[Any] = set()
+        for i, equation in enumerate(jaxpr.eqns):
+            if i in results and results[i] is equation.outvars[0]:
+                self._note(equation, made_of_products, transposes)
+            if i in results or not made_of_products.isdisjoint(variables(equation.invars)):
+                made_of_products |= set(equation.outvars)
+            if equation.primitive.name == "transpose":
+                transposes |= set(equation.outvars)
+
+    def _note(self, dot: Equation, made_of_products: set[Any], transposes: set[Any]) -> None:
+        """Adds a product to those that change, if it is no product of matrices as it stands."""
+        first = dot.invars[0]
+        if isinstance(first, core.Literal) or isinstance(dot_of(dot), Dot):
+            return
+        if first not in made_of_products:
+            self.swapped |= set(dot.outvars) if isinstance(dot_of(dot, is_swapped=True), Dot) else set()
+            return
+        (sums, _), (batch, _) = dot.params["dimension_numbers"]
+        if first in transposes and not batch and sorted(sums) == list(range(len(sums))):
+            self.turned[first] = len(sums)
+
+    def __call__(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation, at its line."""
+        results: Sequence[Any] = at_line(equation, self._results, equation, inputs)
+        return results
+
+    def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        name, (out, *_) = equation.primitive.name, equation.outvars
+        if name == "dot_general":
+            return [self._product(equation, inputs)]
+        if name == "transpose" and out in self.turned:
+            order, count = equation.params["permutation"], self.turned[out]
+            self._turned[out] = self._transposed(inputs[0], (*order[count:], *order[:count]))
+        if name == "broadcast_in_dim" and not np.ndim(inputs[0]) and equation.params.get("sharding") is None:
+            (result,) = bind(equation.primitive, inputs, equation.params)
+            self._numbers[id(result)] = inputs[0], result
+            return [result]
+        results = self._behind(equation, inputs)
+        if results is not None:
+            return results
+        results = bind(equation.primitive, inputs, equation.params)
+        if name == "transpose":
+            self._transposes[id(results[0])] = inputs[0], equation.params["permutation"], results[0]
+        return results
+
+    def _product(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
+        """A dot_general, of the arrays that its factors are transposes of, where their axes lie well for it."""
+        params = equation.params
+        sums, batch = params["dimension_numbers"]
+        if batch[0]:
+            (result,) = bind(equation.primitive, inputs, params)
+            return result
+        factors = [self._factor(x, *one) for x, *one in zip(equation.invars, inputs, sums, strict=True)]
+        is_swapped, precision = equation.outvars[0] in self.swapped, params["precision"]
+        turn = -1 if is_swapped else 1
+        arrays, sums, rests = (list(each)[::turn] for each in zip(*factors, strict=True))
+        precision = precision[::turn] if isinstance(precision, tuple) else precision
+        places = [list(rests[0]), [len(rests[0]) + axis for axis in rests[1]]]
+        order = [axis for each in places[::turn] for axis in each]
+        params = {**params, "dimension_numbers": (tuple(sums), batch), "precision": precision}
+        if params.get("out_sharding") is not None:
+            params["out_sharding"] = _transposed_back(params["out_sharding"], order)
+        (result,) = bind(equation.primitive, arrays, params)
+        return self._view(result, order)
+
+    def _factor(self, x: Any, array: Any, sums: Sequence[int]) -> tuple[Any, Sequence[int], Sequence[int]]:
+        """A factor, the axes of it that are summed over, and where its other axes stand among these in the array."""
+        for base, order in self._sources(x, array):
+            own = tuple(order[axis] for axis in sums)
+            rest = [axis for j, axis in enumerate(order) if j not in sums]
+            if sorted(own) in (list(range(len(own))), list(range(len(rest), base.ndim))):
+                return base, own, [sorted(rest).index(axis) for axis in rest]
+        return array, tuple(sums), range(np.ndim(array) - len(sums))
+
+    def _sources(self, x: Any, array: jax.Array) -> list[tuple[jax.Array, Sequence[int]]]:
+        """The arrays that a factor is a transpose of, each with the order of its axes in it."""
+        found: list[tuple[jax.Array, Sequence[int]]] = []
+        for known in (self._views, self._transposes):
+            if id(array) in known:
+                found.append(known[id(array)][:2])
+        if not isinstance(x, core.Literal) and x in self.turned:
+            count, rank = self.turned[x], x.aval.ndim
+            found.append((self._turned[x], [(axis - count) % rank for axis in range(rank)]))
+        return found
+
+    def _view(self, x: jax.Array, order: Sequence[int]) -> jax.Array:
+        """An array with its axes in this order."""
+        if list(order) == list(range(x.ndim)):
+            return x
+        view = lax.transpose(x, order)
+        self._views[id(view)] = x, tuple(order), view
+        return view
+
+    def _transposed(self, x: jax.Array, permutation: Sequence[int]) -> jax.Array:
+        """A transpose; of a view, one of what that is of."""
+        base, order, _ = self._views.get(id(x), (x, tuple(range(x.ndim)), x))
+        return self._view(base, [order[axis] for axis in permutation])
+
+    def _behind(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[jax.Array] | None:
+        """The results of an equation that reads views, as views; None where it is none that keeps their order."""
+        views = [self._views.get(id(x)) for x in inputs]
+        known = [view for view in views if view is not None]
+        if not known or any(equation.params.get(key) is not None for key in ("sharding", "out_sharding")):
+            return None
+        results = self._of_one(equation, inputs[0], known[0])
+        if results is not None:
+            return results
+        name, (x, order, _) = equation.primitive.name, known[0]
+        if any(view[1] != order for view in known):
+            return None
+        if name == "concatenate" and len(known) == len(inputs):
+            return [
+                self._view(lax.concatenate([view[0] for view in known], order[equation.params["dimension"]]), order)
+            ]
+        if name not in ELEMENTWISE | {"name"}:
+            return None
+        arrays = [self._beside(one, view, x, _back(order)) for one, view in zip(inputs, views, strict=True)]
+        return [self._view(one, order) for one in bind(equation.primitive, arrays, equation.params)]
+
+    def _of_one(self, equation: Equation, array: jax.Array, view: _View) -> Sequence[jax.Array] | None:
+        """The results of an equation that moves or reduces a view, as views; None for others."""
+        name, params, (x, order, _) = equation.primitive.name, equation.params, view
+        if name == "transpose":
+            return [self._transposed(array, params["permutation"])]
+        if name == "squeeze" or name in REDUCTIONS:
+            key = "dimensions" if name == "squeeze" else "axes"
+            gone = sorted(order[axis] for axis in params[key])
+            left = [axis for axis in range(x.ndim) if axis not in gone]
+            (result,) = bind(equation.primitive, [x], {**params, key: tuple(gone)})
+            return [self._view(result, [left.index(axis) for axis in order if axis not in gone])]
+        if name == "slice":
+            every = params["start_indices"], params["limit_indices"], params["strides"] or (1,) * x.ndim
+            starts, limits, strides = ([sizes[axis] for axis in _back(order)] for sizes in every)
+            return [self._view(lax.slice(x, starts, limits, strides), order)]
+        if name == "split":
+            return [self._view(part, order) for part in lax.split(x, params["sizes"], axis=order[params["axis"]])]
+        return None
+
+    def _beside(self, one: Any, view: _View | None, x: jax.Array, back: Sequence[int]) -> Any:
+        """An argument of an elementwise operation in the order of x."""
+        if view is not None:
+            return view[0]
+        if not np.ndim(one):
+            return one
+        if id(one) in self._numbers:
+            return lax.full([one.shape[axis] for axis in back], self._numbers[id(one)][0], one.dtype)
+        key = id(one), tuple(back)
+        if key not in self._others:
+            base, order, _ = self._transposes.get(id(one), (one, tuple(range(x.ndim)), one))
+            axes = [order[axis] for axis in back]
+            self._others[key] = base if axes == sorted(axes) else lax.transpose(base, axes), one
+        return self._others[key][0]
+
+
+def _back(order: Sequence[int]) -> list[int]:
+    """The places in a transpose of the axes of what it is of."""
+    return [int(axis) for axis in np.argsort(order)]
+
+
+def _transposed_back(sharding: Any, order: Sequence[int]) -> Any:
+    """The sharding of an array whose transpose has this one, and its axes in this order."""
+    entries = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
+    return jax.sharding.NamedSharding(sharding.mesh, jax.P(*(entries[axis] for axis in _back(order))))
