@@ -112,13 +112,13 @@ struct Backward {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      ring.init(1, has_arrays ? 8 + 1 : 8);
+      ring.init(1, arriving_lanes * (has_arrays ? 8 + 1 : 8));
       turn_ring.init(1, 1);
-      for (int slot = 0; slot < turn_slots; ++slot) ptx::mbarrier_init(added(slot), 8);
+      for (int slot = 0; slot < turn_slots; ++slot) ptx::mbarrier_init(added(slot), 8 * arriving_lanes);
       ptx::mbarrier_init(keys_loaded(), 1);
-      ptx::mbarrier_init(keys_clean(), 8);
+      ptx::mbarrier_init(keys_clean(), 8 * arriving_lanes);
       if constexpr (has_arrays)
-        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 1);
+        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), arriving_lanes);
       ptx::mbarrier_init_fence();
       for (const ptx::TensorMap* map : {&p.q, &p.k, &p.v, &p.dy}) ptx::tma_prefetch_map(*map);
     }
@@ -299,8 +299,7 @@ struct Backward {
     CleanValues::mark(shared + v_at, key_marks(), warp);
     CleanKeys::clear(shared, key_marks(), warp);
     CleanValues::clear(shared + v_at, key_marks(), warp);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(keys_clean());
+    warp_arrive(keys_clean());
   }
   /// One warp: rows of queries, and of y's cotangents, in tiles that are seen in part. What their statistics are says
   /// which rows are not finite; those of rows that see nothing are cleared too.
@@ -318,11 +317,8 @@ struct Backward {
         CleanQueries::clear(q_of(at.slot), marks(at.slot), 0);
         CleanCotangents::clear(dy_of(at.slot), marks(at.slot), 0);
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        ptx::mbarrier_arrive(clean(at.slot));
-        ptx::mbarrier_arrive(ring.empty(at.slot));
-      }
+      warp_arrive(clean(at.slot));
+      warp_arrive(ring.empty(at.slot));
       at.advance();
     } while (!now.is_last());
   }
@@ -488,8 +484,7 @@ struct Backward {
       end_turn(turn);
       wgmma::wait<0>();
       wgmma::keep_behind_wait(dk);
-      __syncwarp();  // all lanes have read the slot
-      if (lane == 0) ptx::mbarrier_arrive(ring.empty(at.slot));
+      warp_arrive(ring.empty(at.slot));
       if constexpr (!is_wide) buffer ^= ds_bytes;
       if (++head == end_head) head = first_head;
       at.advance();
@@ -584,8 +579,7 @@ struct Backward {
   }
   __device__ __forceinline__ void end_turn(RingPosition<turn_slots>& turn) const {
     if constexpr (!deterministic) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(added(turn.slot));
+    warp_arrive(added(turn.slot));
     turn.advance();
   }
   /// Where a consumer's part of a tile of dq is: in the order of its registers, four a thread.

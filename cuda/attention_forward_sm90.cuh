@@ -80,12 +80,12 @@ struct Forward {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      k_ring.init(1, 4 * consumers);
-      v_ring.init(1, 4 * consumers + (has_arrays ? 2 : 0));
-      q_ring.init(1, 4 * consumers);
+      k_ring.init(1, arriving_lanes * 4 * consumers);
+      v_ring.init(1, arriving_lanes * (4 * consumers + (has_arrays ? 2 : 0)));
+      q_ring.init(1, arriving_lanes * 4 * consumers);
       claims.init();
       if constexpr (has_arrays)
-        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 2);
+        for (int slot = 0; slot < stages; ++slot) ptx::mbarrier_init(clean(slot), 2 * arriving_lanes);
       ptx::mbarrier_init_fence();
       for (const ptx::TensorMap* map : {&p.q, &p.k, &p.v}) ptx::tma_prefetch_map(*map);
     }
@@ -199,11 +199,8 @@ struct Forward {
           Clean::mark(tile, marks(at.slot), warp);
           Clean::clear(tile, marks(at.slot), warp);
         }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-          ptx::mbarrier_arrive(clean(at.slot));
-          ptx::mbarrier_arrive(v_ring.empty(at.slot));
-        }
+        warp_arrive(clean(at.slot));
+        warp_arrive(v_ring.empty(at.slot));
         at.advance();
       }
     }
@@ -229,16 +226,10 @@ struct Forward {
       wgmma::multiply_fragment<input, 1>(o, w + 4 * step, wgmma::descriptor<keys>(v + step * 16 * 128), 1);
     wgmma::commit();
   }
-  template <class AnyRing>
-  __device__ __forceinline__ void release(const AnyRing& ring, int slot) const {
-    __syncwarp();  // all lanes have read it
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ring.empty(slot));
-  }
-
   /// After ids in a slot of keys have been read by ordinary loads: TMA would refill it under them without the fence.
   __device__ __forceinline__ void release_ids(int slot) const {
     ptx::fence_async_proxy();
-    release(k_ring, slot);
+    warp_arrive(k_ring.empty(slot));
   }
 
   /// The keys that a query sees.
@@ -359,7 +350,7 @@ struct Forward {
     for (int i = 0; i < outputs; ++i) o[i] = 0;
     q_ring.wait_full(q_at);
     if (!has_tiles) {
-      release(q_ring, q_at.slot);
+      warp_arrive(q_ring.empty(q_at.slot));
     } else {
       const SeenBy seen[2] = {seen_by(my_row, work.batch), seen_by(my_row + 8, work.batch)};
       int query_ids[2] = {};
@@ -374,8 +365,8 @@ struct Forward {
       next_turn(consumer);
       wgmma::wait<0>();
       wgmma::keep_behind_wait(s);
-      if constexpr (!Config::has_ids) release(k_ring, at.slot);
-      if (step.is_last()) release(q_ring, q_at.slot);
+      if constexpr (!Config::has_ids) warp_arrive(k_ring.empty(at.slot));
+      if (step.is_last()) warp_arrive(q_ring.empty(q_at.slot));
       if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
       if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, at.slot);
       if constexpr (Config::has_ids) release_ids(at.slot);
@@ -396,15 +387,15 @@ struct Forward {
         next_turn(consumer);
         wgmma::wait<1>();
         wgmma::keep_behind_wait(s);
-        if constexpr (!Config::has_ids) release(k_ring, next.slot);
-        if (step.is_last()) release(q_ring, q_at.slot);
+        if constexpr (!Config::has_ids) warp_arrive(k_ring.empty(next.slot));
+        if (step.is_last()) warp_arrive(q_ring.empty(q_at.slot));
         if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
         if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, next.slot);
         if constexpr (Config::has_ids) release_ids(next.slot);
         exponentials(s, maximum, total, factor, unit);
         wgmma::wait<0>();
         wgmma::keep_behind_wait(o);
-        release(v_ring, at.slot);
+        warp_arrive(v_ring.empty(at.slot));
         pack(s, w);
 #pragma unroll
         for (int i = 0; i < outputs; ++i) o[i] *= factor[i / 2 % 2];
@@ -422,7 +413,7 @@ struct Forward {
       }
       wgmma::wait<0>();
       wgmma::keep_behind_wait(o);
-      release(v_ring, at.slot);
+      warp_arrive(v_ring.empty(at.slot));
       at.advance();
     }
     q_at.advance();

@@ -243,8 +243,8 @@ PLANTED = {  # a Fault; the case that finds it, in which schedule, how
     ),
     "forward_values_given_back_early": (
         "forward_sm90",
-        "wgmma::wait<0>();\n        wgmma::keep_behind_wait(o);\n        release(v_ring, at.slot);",
-        "release(v_ring, at.slot);\n        wgmma::wait<0>();",
+        "wgmma::wait<0>();\n        wgmma::keep_behind_wait(o);\n        warp_arrive(v_ring.empty(at.slot));",
+        "warp_arrive(v_ring.empty(at.slot));\n        wgmma::wait<0>();",
         *(longer, LATE_PRODUCTS, "y" + WRONG),
     ),
     "forward_sums_not_rescaled": (
