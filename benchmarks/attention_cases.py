@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-KINDS = ("causal", "documents", "window", "length")  # a file of results and a section of the report each
+KINDS = ("causal", "documents", "window", "length", "bias")  # a file of results and a section of the report each
 SIGMA = 1.0  # of the logarithms of documents' lengths
 
 
@@ -27,6 +27,7 @@ class Case:
       window: keys that a query sees at most, its own among them; only of causal cases.
       mean: of the documents' lengths, where each attends to itself alone; None for one document a row.
       seed: by which the lengths are drawn.
+      has_bias: whether an array of all pairs of each head, (1, H, T, T) in bfloat16, is added to the scores.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     window: int | None = None
     mean: float | None = None
     seed: int = 0
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.is_causal:
@@ -111,6 +113,7 @@ class Case:
         mask = ["causal" if self.is_causal else "not causal"]
         mask += [] if self.window is None else [f"window {self.window}"]
         mask += [] if self.mean is None else [f"documents of mean {self.mean:.0f}"]
+        mask += ["a bias of all pairs"] if self.has_bias else []
         return f"{self.batch} x {self.length}, {heads} of {widths}, {', '.join(mask)}"
 
 
@@ -151,12 +154,14 @@ CASES = [
         for width in (64, 128)
         for is_causal in (True, False)
     ),
+    *(Case(f"bias_d{width}", 2048, 32, 8, width, batch=8, is_causal=False, has_bias=True) for width in (64, 128)),
 ]
 TINY = [
     Case("causal_tiny", 48, 4, 2, 16, value_width=8),
     Case("documents_tiny", 48, 4, 2, 16, mean=12, seed=1),
     Case("window_documents_tiny", 48, 4, 1, 16, window=8, mean=20, seed=1),
     Case("length_48_full", 48, 2, 2, 16, batch=3, is_causal=False),
+    Case("bias_tiny", 48, 4, 2, 16, has_bias=True),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,47 +68,74 @@ def _intervals(case: Case) -> tuple[jax.Array, ...]:
     return jnp.asarray(first, jnp.int32), jnp.asarray(first + lengths - 1, jnp.int32)
 
 
-def ours(implementation: str | None = None, *, has_intervals: bool = False, is_deterministic: bool = True) -> Form:
-    """coda_jax.attention: documents by segment ids or by intervals, gradients added in one order or in any."""
+def _mask(case: Case) -> tuple[jax.Array, ...]:
+    """Whether a query's document is a key's, (B, 1, T, T) bool."""
+    return tuple((ids[:, None, :, None] == ids[:, None, None, :]) for ids in _segment_ids(case))
+
+
+def bias(case: Case) -> tuple[jax.Array, ...]:
+    """The array that is added to scores, (1, H, T, T) bfloat16, if the case has one."""
+    if not case.has_bias:
+        return ()
+    shape = (1, case.heads, case.length, case.length)
+    return (jax.random.normal(jax.random.key(case.seed, impl="rbg"), shape, jnp.bfloat16),)
+
+
+def _dense(case: Case) -> tuple[jax.Array, ...]:
+    return _mask(case) + bias(case)
+
+
+def _dense_named(case: Case, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of `_dense` by the names of their arguments."""
+    names = (*(["mask"] if case.mean is not None else []), *(["bias"] if case.has_bias else []))
+    return dict(zip(names, arrays, strict=True))
+
+
+def ours(implementation: str | None = None, *, documents: str = "ids", is_deterministic: bool = True) -> Form:
+    """coda_jax.attention: documents by "ids", "intervals" or a "mask", gradients added in one order or in any."""
+    has_intervals, has_mask = documents == "intervals", documents == "mask"
 
     def of(case: Case) -> Callable[..., jax.Array]:
         options: dict[str, Any] = {"local_window_size": _left_and_right(case), "implementation": implementation}
         if not is_deterministic:
             options["config"] = coda.AttentionConfig(deterministic=False)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *masks: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> jax.Array:
             given: dict[str, Any] = {}
-            if masks:
-                given = {"mask": coda.Intervals(*masks)} if has_intervals else {"segment_ids": masks[0]}
+            if has_intervals:
+                given = {"mask": coda.Intervals(*arrays)}
+            elif has_mask or case.has_bias:
+                given = _dense_named(case, arrays)
+            elif arrays:
+                given = {"segment_ids": arrays[0]}
             return coda.attention(q, k, v, is_causal=case.is_causal, **given, **options)
 
         return attend
 
-    name = "coda_intervals" if has_intervals else "coda" if is_deterministic else "coda_any_order"
-    return Form(name, of, _intervals if has_intervals else _segment_ids, has=_has_documents if has_intervals else _any)
+    if documents != "ids":
+        return Form(f"coda_{documents}", of, _intervals if has_intervals else _mask, has=_has_documents)
+    name = "coda" if is_deterministic else "coda_any_order"
+    return Form(name, of, lambda case: _segment_ids(case) + bias(case))
 
 
 def public(implementation: str) -> Form:
     """jax.nn.dot_product_attention, to which documents are a boolean mask of all pairs."""
 
-    def mask(case: Case) -> tuple[jax.Array, ...]:
-        return tuple((ids[:, None, :, None] == ids[:, None, None, :]) for ids in _segment_ids(case))
-
     def of(case: Case) -> Callable[..., jax.Array]:
         options: dict[str, Any] = {"is_causal": case.is_causal, "local_window_size": _left_and_right(case)}
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *mask: jax.Array) -> jax.Array:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> jax.Array:
             width, value_width = q.shape[-1], v.shape[-1]
             if value_width != width:
                 v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, width - value_width)))
-            mask_of = mask[0] if mask else None
-            y = jax.nn.dot_product_attention(q, k, v, mask=mask_of, implementation=implementation, **options)
+            given = _dense_named(case, arrays)
+            y = jax.nn.dot_product_attention(q, k, v, implementation=implementation, **given, **options)
             return y[..., :value_width]
 
         return attend
 
     includes = "documents as a boolean mask of all pairs; narrower values padded to the width of the keys"
-    return Form(implementation, of, mask, includes)
+    return Form(implementation, of, _dense, includes)
 
 
 def packed() -> Form:
@@ -143,8 +170,9 @@ def packed() -> Form:
 def forms(is_tiny: bool) -> list[Form]:
     """All forms; those that a CPU runs if tiny."""
     if is_tiny:
-        return [ours(), ours(has_intervals=True), public("xla")]
-    found = [ours("cuda"), ours("cuda", has_intervals=True), ours("cuda", is_deterministic=False), public("cudnn")]
+        return [ours(), ours(documents="intervals"), ours(documents="mask"), public("xla")]
+    by_documents = [ours("cuda", documents=name) for name in ("ids", "intervals", "mask")]
+    found = [*by_documents, ours("cuda", is_deterministic=False), public("cudnn")]
     return [*found, packed()] if jax.__version_info__ >= OFFSETS_ARE_RIGHT else found
 
 
@@ -165,7 +193,8 @@ def reference_arguments(case: Case, q: Any, k: Any, v: Any, dy: Any) -> tuple[An
     """The arrays of `reference`, of a case's q, k, v and cotangent of the result."""
     q, dy = (last_heads(case, (x,))[0] for x in (q, dy))
     k, v = (x[-1, :, -1] for x in (k, v))
-    return q, k, v, dy, jnp.asarray(case.visible(case.batch - 1))
+    added = [x[0, -q.shape[1] :] for x in bias(case)]
+    return q, k, v, dy, jnp.asarray(case.visible(case.batch - 1)), *added
 
 
 def reference_types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -173,27 +202,34 @@ def reference_types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     group, value_width = case.heads // case.key_heads, case.value_width or case.width
     shapes = ((group, case.width), (case.width,), (value_width,), (group, value_width))
     arrays = (jax.ShapeDtypeStruct((case.length, *shape), jnp.bfloat16) for shape in shapes)
-    return *arrays, jax.ShapeDtypeStruct((case.length, case.length), jnp.bool)
+    pairs = (case.length, case.length)
+    added = [jax.ShapeDtypeStruct((group, *pairs), jnp.bfloat16)] if case.has_bias else []
+    return *arrays, jax.ShapeDtypeStruct(pairs, jnp.bool), *added
 
 
-def reference(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, visible: jax.Array) -> tuple[jax.Array, ...]:
+def reference(
+    q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array, visible: jax.Array, added: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
     """`last_heads` of y, dq, dk and dv in float32, from an array of all scores of a head.
 
     Args:
       q, dy: those of a key head's queries, (T, H / K, D) and (T, H / K, E).
       k, v: of the key head, (T, D) and (T, E).
       visible: whether a query sees a key, (T, T).
+      added: the bias of these queries' heads, (H / K, T, T).
     """
+    if added is None:
+        added = jnp.zeros((q.shape[1], 1, 1))
     q, k, v, dy = (x.astype(jnp.float32) for x in (q, k, v, dy))
 
     def one(head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            scores = jnp.where(visible, q.shape[1] ** -0.5 * (q @ k.T), -jnp.inf)
+            scores = jnp.where(visible, q.shape[1] ** -0.5 * (q @ k.T) + head[2], -jnp.inf)
             return jax.nn.softmax(scores, axis=1) @ v
 
         y, pullback = jax.vjp(attend, head[0], k, v)
         return y, *pullback(head[1])
 
     with jax.default_matmul_precision("highest"):
-        y, dq, dk, dv = jax.lax.map(one, (q.swapaxes(0, 1), dy.swapaxes(0, 1)))
+        y, dq, dk, dv = jax.lax.map(one, (q.swapaxes(0, 1), dy.swapaxes(0, 1), added))
     return y.swapaxes(0, 1), dq.swapaxes(0, 1), dk.sum(0), dv.sum(0)

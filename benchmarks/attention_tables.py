@@ -13,10 +13,12 @@ KINDS = {
     "documents": "packed rows",
     "window": "windows",
     "length": "short rows",
+    "bias": "with a bias",
 }
 VARIANTS = {
     "coda": "`coda_jax.attention`",
     "coda_intervals": "the same, documents as `Intervals`",
+    "coda_mask": "the same, documents as a boolean mask of all pairs",
     "coda_any_order": "the same, `deterministic=False`",
     "cudnn": "cuDNN by `jax.nn.dot_product_attention`",
     "cudnn_packed": "cuDNN's packed layout, private in JAX",

@@ -109,7 +109,7 @@ def test_documents_in_the_packed_layout():
 def test_documents_as_intervals():
     """Without a band they are all that a query sees of its document."""
     case = MASKS[5]
-    first, last = attention_forms.ours(has_intervals=True).extras(case)
+    first, last = attention_forms.ours(documents="intervals").extras(case)
     keys = np.arange(case.length)
     for row in range(case.batch):
         found = (first[row][:, None] <= keys) & (keys <= last[row][:, None])

@@ -23,7 +23,10 @@ def _interface() -> Any:
 
 
 def _version() -> str:
-    return f"quack-kernels {importlib.metadata.version('quack-kernels')}"
+    try:
+        return f"quack-kernels {importlib.metadata.version('quack-kernels')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "quack-kernels of a version that it does not tell"
 
 
 def load() -> list[Peer]:

@@ -108,7 +108,7 @@ def _flex(torch: Any, case: Case) -> Attend | None:
 def _prepare(torch: Any, make: Callable[[Any, Case], Attend | None]) -> Any:
     @functools.lru_cache(maxsize=1)  # one for both passes and all sets of arrays of a case
     def attend_of(case: Case) -> Attend | None:
-        return make(torch, case)
+        return None if case.has_bias else make(torch, case)
 
     def prepare(case: Case, arrays: Sequence[jax.Array]) -> PreparedAttention | None:
         attend = attend_of(case)
