@@ -27,7 +27,7 @@ struct ForwardParams {
 };
 
 /// Config: input, head, value_head (widths, multiples of 8), keys (of a tile), consumers, stages, q_stages; has_arrays,
-/// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type.
+/// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type; has_even_rows (the last two's).
 template <class Config>
 struct Forward {
   static constexpr DType input = Config::input;
@@ -251,11 +251,15 @@ struct Forward {
   __device__ __forceinline__ void add_bias(float (&s)[registers], int tile, int my_row, const Piece& work) const {
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
-    for (int i = 0; i < registers; ++i) {
-      const int query = min(my_row + 8 * (i / 2 % 2), p.queries - 1);
-      const int key = min(lane_key + 8 * (i / 4) + i % 2, p.keys - 1);
-      const Word bias = load_word<Config::bias_type>(p.mask.bias, p.bias.index(work.batch, work.head, query, key));
-      s[i] = fmaf(s[i], p.scale, bias.f);
+    for (int r = 0; r < 2; ++r) {
+      const long long row = p.bias.index(work.batch, work.head, min(my_row + 8 * r, p.queries - 1), 0);
+#pragma unroll
+      for (int j = 0; j < keys / 8; ++j) {
+        Word bias[2];
+        p.bias.template load_keys<Config::bias_type, Config::has_even_rows>(p.mask.bias, row, lane_key + 8 * j, bias);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) s[4 * j + 2 * r + c] = fmaf(s[4 * j + 2 * r + c], p.scale, bias[c].f);
+      }
     }
   }
 
@@ -268,19 +272,24 @@ struct Forward {
       if (__all_sync(0xFFFFFFFFu, has_all)) return;  // other rows of the tile do not see all
     }
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
+    long long dense_row[2];
+    if constexpr (Config::has_dense)
+      for (int r = 0; r < 2; ++r)
+        dense_row[r] = p.dense.index(work.batch, work.head, min(my_row + 8 * r, p.queries - 1), 0);
 #pragma unroll
     for (int j = 0; j < keys / 8; ++j) {
       int key_ids[2] = {};
+      Word dense[2][2];
+      if constexpr (Config::has_dense)
+        for (int r = 0; r < 2; ++r)
+          p.dense.template load_keys<DType::pred, Config::has_even_rows>(p.mask.dense, dense_row[r], lane_key + 8 * j, dense[r]);
       if constexpr (Config::has_ids) load_two(ids(slot) + 4 * (8 * j + 2 * (threadIdx.x % 4)), key_ids[0], key_ids[1]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int key = lane_key + 8 * j + i % 2, r = i / 2;
         bool is_seen = seen[r](key);
         if constexpr (Config::has_ids) is_seen = is_seen && key_ids[i % 2] == query_ids[r];
-        if constexpr (Config::has_dense) {
-          const int query = min(my_row + 8 * r, p.queries - 1);
-          is_seen = is_seen && p.mask.dense[p.dense.index(work.batch, work.head, query, min(key, p.keys - 1))] != 0;
-        }
+        if constexpr (Config::has_dense) is_seen = is_seen && dense[r][i % 2].i != 0;
         if (!is_seen) s[4 * j + i] = masked_score;
       }
     }

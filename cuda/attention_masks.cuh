@@ -50,6 +50,17 @@ struct Broadcast {
                keys +
            (keys == 1 ? 0 : key);
   }
+  /// Entries of a row, from `index(.., 0)` on, for two adjacent keys, the first of which is even: in one load if rows
+  /// have an even length (`is_even`). Keys beyond the end have entries of others.
+  template <DType dtype, bool is_even>
+  __device__ __forceinline__ void load_keys(const void* array, long long row, int key, Word (&entries)[2]) const {
+    if constexpr (is_even) {
+      load_adjacent<dtype, 2>(array, row + min(key, keys - 2), entries);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) entries[i] = load_word<dtype>(array, row + min(key + i, keys - 1));
+    }
+  }
 };
 
 /// Tiles of `size` of an axis of `count`, of which rows first_row to last_row of the other axis see those from

@@ -71,6 +71,10 @@ __device__ __forceinline__ void load_adjacent(const void* base, long long index,
     const int2 both = *static_cast<const int2*>(from);
     words[0].i = both.x;
     words[1].i = both.y;
+  } else if constexpr (dtype == DType::pred) {
+    const ptx::uint16 both = *static_cast<const ptx::uint16*>(from);
+    words[0].i = (both & 0xFF) != 0;
+    words[1].i = both >> 8 != 0;
   } else {
     static_assert(bytes_of(dtype) == 2, "a pair is one word");
     const ptx::uint32 both = *static_cast<const ptx::uint32*>(from);

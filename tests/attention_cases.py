@@ -31,6 +31,7 @@ class Kernel:
     ids: bool = False
     dense: bool = False
     bias: bool = False
+    even_rows: bool = False  # of the dense mask and the bias
     dtype: str = "bf16"
     deterministic: bool = True
     split: bool = False
@@ -58,6 +59,7 @@ class Kernel:
             "has_ids": self.ids,
             "has_dense": self.dense,
             "has_bias": self.bias,
+            "has_even_rows": self.even_rows,
         }
         return f"""
 struct Common {{

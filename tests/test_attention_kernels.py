@@ -101,18 +101,30 @@ def test_second_intervals(folder, schedule):
     check_case(case(kernel, Mask(intervals=intervals), queries=300), folder, schedule=schedule)
 
 
+@pytest.mark.parametrize("keys", [170, 171])  # in pairs, and one by one
 @BOTH
-def test_dense_mask_and_bias(folder, schedule):
+def test_dense_mask_and_bias(folder, schedule, keys):
     random = np.random.default_rng(1)
-    dense = random.random((1, 2, 200, 170)) < 0.3
+    dense = random.random((1, 2, 200, keys)) < 0.3
     dense[:, :, 40:44] = False
-    bias = random.standard_normal((2, 1, 200, 170)).astype(np.float32)
+    bias = random.standard_normal((2, 1, 200, keys)).astype(np.float32)
     bias[random.random(bias.shape) < 0.1] = -INF
     kernel, mask = (
-        Kernel(arrays=True, dense=True, bias=True),
-        Mask(intervals=whole(200, 170, 2), dense=dense, bias=bias),
+        Kernel(arrays=True, dense=True, bias=True, even_rows=keys % 2 == 0),
+        Mask(intervals=whole(200, keys, 2), dense=dense, bias=bias),
     )
-    check_case(case(kernel, mask, 2, 200, 170, heads=2), folder, schedule=schedule)
+    check_case(case(kernel, mask, 2, 200, keys, heads=2), folder, schedule=schedule)
+
+
+@BOTH
+def test_one_row_or_column_of_a_mask_is_of_all(folder, schedule):
+    random = np.random.default_rng(2)
+    dense, bias = random.random((2, 1, 1, 150)) < 0.7, random.standard_normal((1, 2, 140, 1)).astype(np.float32)
+    kernel, mask = (
+        Kernel(arrays=True, dense=True, bias=True),
+        Mask(intervals=whole(140, 150, 2), dense=dense, bias=bias),
+    )
+    check_case(case(kernel, mask, 2, 140, 150, heads=2), folder, schedule=schedule)
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["in_order", "in_any_order"])

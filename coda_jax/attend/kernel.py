@@ -365,14 +365,16 @@ class _KernelMask:
     @property
     def members(self) -> dict[str, Any]:
         """Members of a kernel's Config."""
-        bias = self.arrays.bias
+        mask, bias = self.arrays.mask, self.arrays.bias
+        lengths = [x.shape[-1] for x in (mask, bias) if x is not None]
         return {
             "has_arrays": self.has_arrays,
             "has_second": self.has_second,
             "has_ids": self.arrays.query_ids is not None,
-            "has_dense": self.arrays.mask is not None,
+            "has_dense": mask is not None,
             "has_bias": bias is not None,
             "bias_type": "f32" if bias is None else TABLE[bias.dtype.name].cuda,
+            "has_even_rows": all(isinstance(length, int) and length % 2 == 0 for length in lengths),
         }
 
     def pointers(self, operands: _Operands, tiles: _TileBits) -> list[int]:
