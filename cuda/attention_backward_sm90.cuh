@@ -123,10 +123,13 @@ struct Backward {
       for (const ptx::TensorMap* map : {&p.q, &p.k, &p.v, &p.dy}) ptx::tma_prefetch_map(*map);
     }
     zero_other_chunks();
-    // CTAs start in this order, in which they add to dq: the keys that the most queries see first.
+    // CTAs start in this order, in which they add to dq: the keys that the most queries see first; where all see all,
+    // those of a head together, so that its dq stays in the L2 cache.
     int i = blockIdx.x;
     const int split = Config::is_split ? i % p.splits : 0;
     if constexpr (Config::is_split) i /= p.splits;
+    if (!has_arrays && p.left >= p.queries && p.right >= p.keys)
+      i = (i % key_tiles() * p.batch + i / key_tiles() / p.key_heads) * p.key_heads + i / key_tiles() % p.key_heads;
     key_head = i % p.key_heads, i /= p.key_heads;
     position = i;
     if (has_arrays && p.mask.order != nullptr) {
