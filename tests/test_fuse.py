@@ -159,7 +159,7 @@ NESTS = {  # a function, and how many products are ours: forward, with the gradi
     "vmap": (lambda w, x: jax.vmap(layer, in_axes=(None, 0))(first(w), x), 2, 6, 0),
     "tied": (lambda w, x: layer(first(w), layer(first(w), x)), 4, 12, 0),
     "relu": (lambda w, x: jax.nn.relu(x @ w["up"][0]) @ w["down"][0], 2, 6, 0),
-    "custom_vjp": (lambda w, x: own_derivative(x, w["up"][0]) @ w["down"][0], 1, 3, 1),
+    "custom_vjp": (lambda w, x: own_derivative(x, w["up"][0]) @ w["down"][0], 2, 6, 0),
     "transposed": (lambda w, x: jnp.einsum("df,btd->fbt", w["up"][0], x).transpose(1, 2, 0) * 2, 1, 3, 0),
     "of_weights": (lambda w, x: x @ (w["q"][0] @ w["q"][0].T), 2, 6, 0),
 }

@@ -135,7 +135,7 @@ class Fused:
                 return "it changes a module that it closes over"
             raise
         pieces.kernels += kernels_in(closed.jaxpr)
-        function = pieces.function(closed, self.name, is_outer=True)
+        function = pieces.function(closed, self.name, kind="outer")
         if self._is_checked:
             function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
         elif is_inner:
@@ -227,8 +227,8 @@ def fuse(
     the sums of norms. So does the derivative of all that, which is derived of the same graph. An RMSNorm that products
     alone read may be applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map
     are fused each by itself; so is a jitted function that donates its arguments or says how arrays are sharded, or that
-    is f itself, which then stays one program. All the rest runs as it is: attention, gathers, functions with a
-    custom_vjp.
+    is f itself, which then stays one program. The rule of a custom_vjp stays the derivative of its function: both are
+    fused, a rule of rows where it stands. All the rest runs as it is: attention, gathers.
 
     As under jax.jit, f's Python code runs once for each signature: the types of the arrays, and the values of all other
     arguments; and in each call where it closes over arrays of JAX, or reads them of an argument that is no pytree.

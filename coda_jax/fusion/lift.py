@@ -80,7 +80,7 @@ class Lift:
         self.units = Units(jaxpr, is_exact=is_exact, kept=borders)
         self.rows, self.dtype = self.units.rows, self.units.dtype
         self.main = self.rows.main()
-        self.merged = Merged(self.rows.counts, is_exact)
+        self.merged = Merged(self.rows.counts, is_exact, self.rows.rules)
         self.defers = False if is_exact or has_narrow_range(self.dtype) else defers
         self.values: dict[Any, Value] = {}
         self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
@@ -350,7 +350,7 @@ class Lift:
             known = {x: merged.seen(x, array, rows, table) for x, array, table in each}
             for equation in equations:
                 read = [merged.read(x) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
-                known.update(zip(equation.outvars, merged.results(equation, read), strict=True))
+                known.update(zip(equation.outvars, merged.results(equation, read, rows), strict=True))
             return merged.as_value(result, known[result], rows, shape)
 
         function.__name__ = equations[-1].primitive.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
-from coda_jax.fusion.custom import tangents_jaxpr
+from coda_jax.fusion.custom import CUSTOM_VJPS, tangents_jaxpr
 from coda_jax.fusion.dots import Equation, variables
-from coda_jax.fusion.rows import MARKS, OF_ELEMENTS
+from coda_jax.fusion.rows import MARKS, OF_ELEMENTS, RowRule, sums_rows
 from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
@@ -32,24 +33,30 @@ class Merged:
     Attributes:
       counts: how many axes in front are rows, of the variables that have rows.
       is_exact: whether values are rounded to the dtypes of the equations; else floats stay float32.
+      rules: of custom_vjp_calls, as in `Rows`.
     """
 
     counts: Mapping[Any, int]
     is_exact: bool
+    rules: Mapping[int, RowRule | None] = dataclasses.field(default_factory=dict)
 
     def shape(self, x: Any, rows: Any) -> tuple[Any, ...]:
         """The shape of a variable's array: with so many rows as one axis, if it has rows."""
         count = self.counts.get(x, 0)
         return (rows, *x.aval.shape[count:]) if count else tuple(x.aval.shape)
 
-    def results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[jax.Array]:
-        """The results of an equation, with one axis of all rows, or of size 1 where all rows are the same."""
+    def results(self, equation: Equation, inputs: Sequence[Any], rows: Any) -> Sequence[jax.Array]:
+        """The results of an equation, with one axis of so many rows, or of size 1 where all rows are the same."""
         name, params = equation.primitive.name, equation.params
         count = max(self.counts.get(x, 0) for x in (*equation.outvars, *variables(equation.invars)))
         if name == "custom_jvp_call":
             return self._custom(equation, self._beside(equation, inputs, count))
         if name in OF_ELEMENTS:
             return self._elementwise(equation, self._beside(equation, inputs, count))
+        if name in CUSTOM_VJPS:
+            return self._by_its_rule(equation, inputs, rows)
+        if not count:
+            return bind(equation.primitive, inputs, params)
         out = equation.outvars[0].aval
         if name == "iota":
             return [lax.broadcasted_iota(params["dtype"], (1, *out.shape[count:]), params["dimension"] - count + 1)]
@@ -158,6 +165,51 @@ class Merged:
 
         results: Sequence[jax.Array] = function(*inputs)
         return results
+
+    def _by_its_rule(self, equation: Equation, inputs: Sequence[Any], rows: Any) -> Sequence[jax.Array]:
+        """A function with a rule, all of whose functions are evaluated on arrays with one axis of rows."""
+        found = self.rules[id(equation)]
+        assert found is not None
+        within = functools.partial(Merged(found.counts, self.is_exact)._evaluated, rows=rows)
+        rule, flags = found.rule, found.rule.is_differentiated
+
+        def value(*arrays: jax.Array) -> list[jax.Array]:
+            return within(found.value, arrays)
+
+        def forward(*arrays: jax.Array) -> tuple[list[jax.Array], Any]:
+            result, *kept = within(rule.forward, arrays)
+            return function(*arrays) if rule.is_recursive else [result], (kept, arrays)
+
+        def backward(kept: Any, cotangents: Sequence[jax.Array]) -> list[jax.Array | None]:
+            values, arrays = kept
+            found = iter(within(rule.backward, [*values, *cotangents]))
+            each = zip(arrays, flags, strict=True)
+            return [jnp.broadcast_to(next(found), x.shape).astype(x.dtype) if flag else None for x, flag in each]
+
+        function = jax.custom_vjp(value)
+        function.defvjp(forward, backward)
+        each = zip(equation.invars, inputs, strict=True)
+        results: Sequence[jax.Array] = function(*(self._with_rows(x, jnp.asarray(array), rows) for x, array in each))
+        return results
+
+    def _with_rows(self, x: Any, array: jax.Array, rows: Any) -> jax.Array:
+        """A variable's array with all rows, if it has rows."""
+        has_rows = not isinstance(x, core.Literal) and self.counts.get(x, 0)
+        return jnp.broadcast_to(array, (rows, *array.shape[1:])) if has_rows else array
+
+    def _evaluated(self, closed: core.ClosedJaxpr, arrays: Sequence[jax.Array], *, rows: Any) -> list[jax.Array]:
+        """The results of a function that treats rows alone, and of one that sums over all of them."""
+        values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, arrays, strict=True))
+
+        def read(x: Any) -> Any:
+            return self.read(x) if isinstance(x, core.Literal) else values[x]
+
+        for equation in closed.jaxpr.eqns:
+            inputs = [read(x) for x in equation.invars]
+            if sums_rows(equation, self.counts):
+                inputs = [self._with_rows(equation.invars[0], inputs[0], rows)]
+            values.update(zip(equation.outvars, self.results(equation, inputs, rows), strict=True))
+        return [self._with_rows(x, read(x), rows) for x in closed.jaxpr.outvars]
 
     def _elementwise_function(self, closed: core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
         """A function of elementwise operations for arrays of another shape than it was traced for."""

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from coda_jax.fusion.custom import CUSTOM_VJPS, Rule, may_be_opened, rule_of
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.remat import Remat, remat_of
-from coda_jax.fusion.straight import CHECKPOINTS, CUSTOM_VJPS, JITS, at_line, is_inner
+from coda_jax.fusion.straight import CHECKPOINTS, JITS, at_line, is_inner
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
@@ -31,6 +32,7 @@ class Nested:
         the policies of the checkpoints that hold it.
       remats: the policies of the checkpoints that hold the equations, the innermost first.
       fused_in_jit: `fused` for what a jitted function holds, if that is another one.
+      fused_in_rule: `fused` for the functions of a custom_vjp, which nobody differentiates, if that is another one.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Nested:
         fused: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function],
         remats: Sequence[Remat],
         fused_in_jit: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
+        fused_in_rule: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
     ):
-        self._fused, self._fused_in_jit, self._remats = fused, fused_in_jit or fused, tuple(remats)
+        self._fused, self._remats = fused, tuple(remats)
+        self._fused_in = {"jit": fused_in_jit or fused, "rule": fused_in_rule or fused}
         self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
         self._jitted: dict[Hashable, core.ClosedJaxpr] = {}  # the same of jitted functions, as jaxprs
 
@@ -50,6 +54,8 @@ class Nested:
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         run, has_bodies = _rule(equation), any(map(has_products, inner_jaxprs(equation)))
+        if run is _by_its_rule and self._keeps(opened(callee(equation))[0]):
+            run = None  # the policies are asked about the equations of the rule
         if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
             return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation)})
         if run is None or not has_bodies:
@@ -60,11 +66,22 @@ class Nested:
         ]
         return run(self._function, equation, arrays)
 
-    def _function(self, body: Any, name: str, remat: Remat | None = None, *, in_jit: bool = False) -> Function:
-        """The function that a body becomes, made once; `remat` is of the checkpoint that it is the body of."""
+    def _keeps(self, jaxpr: core.Jaxpr) -> bool:
+        """True if a policy keeps something of a jaxpr."""
+        return any(answer is not None for remat in self._remats for answer in remat.answers(jaxpr))
+
+    def _function(self, body: Any, name: str, remat: Remat | None = None, *, of: str = "") -> Function:
+        """The function that a body becomes, made once.
+
+        Args:
+          body: a jaxpr.
+          name: of what holds it.
+          remat: the policy of the checkpoint that it is the body of.
+          of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp.
+        """
         if id(body) not in self._known:
             closed, remats = core.ClosedJaxpr(*opened(body)), self._remats if remat is None else (remat, *self._remats)
-            fused = self._fused_in_jit if in_jit else self._fused
+            fused = self._fused_in.get(of, self._fused)
             self._known[id(body)] = body, functools.partial(fused(closed, name, remats), *closed.consts)
         return self._known[id(body)][1]
 
@@ -73,7 +90,7 @@ class Nested:
         body = callee(equation)
         key = id(body), jax.sharding.get_abstract_mesh()
         if key not in self._jitted:
-            function = self._function(body, str(equation.params["name"]), in_jit=True)
+            function = self._function(body, str(equation.params["name"]), of="jit")
             types: list[Any] = [x.aval for x in opened(body)[0].invars]
             self._jitted[key] = jax.make_jaxpr(lambda *xs: list(function(*xs)))(*types)
         return self._jitted[key]
@@ -84,13 +101,18 @@ def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:
     if is_inner(equation):
         return _call
     if equation.primitive.name in CUSTOM_VJPS:
-        holds = any(is_inner(inner) for inner, _ in equations(opened(callee(equation))[0]))
-        return _custom_vjp if holds else None
+        if any(is_inner(inner) for inner, _ in equations(opened(callee(equation))[0])):
+            return _custom_vjp
+        return _by_its_rule if may_be_opened(equation) else None
     return _RULES.get(equation.primitive.name)
 
 
 def has_products(jaxpr: core.Jaxpr) -> bool:
-    return any(equation.primitive.name == "dot_general" for equation, _ in equations(jaxpr))
+    return _count_of_products(jaxpr) > 0
+
+
+def _count_of_products(jaxpr: core.Jaxpr) -> int:
+    return sum(equation.primitive.name == "dot_general" for equation, _ in equations(jaxpr))
 
 
 def _scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -159,6 +181,31 @@ def _custom_vjp(fused: Callable[..., Function], equation: Equation, inputs: Sequ
     body, held = fused(callee(equation), "custom_vjp"), callee(equation)
     closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))
     return bind(equation.primitive, inputs, {k: closed if x is held else x for k, x in equation.params.items()})
+
+
+def _by_its_rule(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The function and both functions of its rule, each fused by itself; as it is where that has no product fused."""
+    value, body = fused(callee(equation), "custom_vjp", of="rule"), opened(callee(equation))[0]
+    closed = jax.make_jaxpr(lambda *xs: list(value(*xs)))(*map(jax.typeof, inputs))
+    if _count_of_products(closed.jaxpr) >= _count_of_products(body):
+        return bind(equation.primitive, inputs, equation.params)
+    rules: list[Rule] = []
+
+    def forward(*arrays: Any) -> tuple[list[Any], Any]:
+        if not rules:
+            rules.append(rule_of(equation, [jax.typeof(x) for x in arrays]))
+        outputs = list(fused(rules[0].forward, "custom_vjp forward", of="rule")(*arrays))
+        count = len(equation.outvars)
+        return outputs[:count], outputs[count:]
+
+    def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        found = iter(fused(rules[0].backward, "custom_vjp backward", of="rule")(*kept, *cotangents))
+        return [next(found) if flag else None for flag in rules[0].is_differentiated]
+
+    function = jax.custom_vjp(lambda *xs: list(value(*xs)))
+    function.defvjp(forward, backward)
+    results: Sequence[Any] = function(*inputs)
+    return results
 
 
 def _shard_map(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

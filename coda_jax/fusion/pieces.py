@@ -64,6 +64,7 @@ class Piece:
       jaxpr: its equations.
       nested: runs those that hold jaxprs of their own, which are pieces too.
       losses: the products that became part of a loss over a vocabulary, and the operators that these are.
+      in_rule: whether it is a function of a custom_vjp, which nobody differentiates.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Piece:
     jaxpr: core.ClosedJaxpr
     nested: Nested
     losses: Sequence[tuple[Equation, str]]
+    in_rule: bool = False
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         if self.lifted is None:
@@ -94,14 +96,15 @@ class Pieces:
         self._bodies: dict[Hashable, Any] = {}  # of maps of all pieces
 
     def function(
-        self, closed: core.ClosedJaxpr, name: str, remats: Sequence[Remat] = (), *, is_outer: bool = False
+        self, closed: core.ClosedJaxpr, name: str, remats: Sequence[Remat] = (), *, kind: str = "body"
     ) -> Function:
         """A jaxpr, fused, as a function of its constants and its arguments.
 
         Args:
           name: of the function, or of what holds it.
           remats: the policies of the checkpoints that hold it, the innermost first.
-          is_outer: whether it is no body.
+          kind: "body" for that of a loop, a branch or a checkpoint, "outer" for no body, "rule" for a function of a
+            custom_vjp, and what it holds: nobody differentiates it.
         """
         whole = without_constants(closed)
         if not has_products(whole.jaxpr):
@@ -111,38 +114,38 @@ class Pieces:
         def function(*arrays: Any) -> Sequence[Any]:
             key = jax.sharding.get_abstract_mesh(), tuple(map(signature, arrays))
             if key not in known:
-                known[key] = self._function_at(whole, name, arrays, remats, is_outer)
+                known[key] = self._function_at(whole, name, arrays, remats, kind)
             return known[key](*arrays)
 
         return function
 
     def _function_at(
-        self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
+        self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
     ) -> Function:
         """The function for arrays of these types; where it stays as it is, fused functions in it are fused alone."""
-        if is_outer and is_jitted(whole.jaxpr):  # it stays one program where it is called outside of another one
-            return self._opened_at(whole, name, arrays, remats, is_outer)
+        if kind == "outer" and is_jitted(whole.jaxpr):  # it stays one program where it is called outside of another one
+            return self._opened_at(whole, name, arrays, remats, kind)
         before = len(self.made)
-        function = self._opened_at(straight(whole, arrays), name, arrays, remats, is_outer)
+        function = self._opened_at(straight(whole, arrays), name, arrays, remats, kind)
         if any(piece.lifted is None for piece in self.made[before:]):
             flat = straight(whole, arrays, opens_inner=False)
             if any(map(is_inner, flat.jaxpr.eqns)):
                 del self.made[before:]
-                return self._opened_at(flat, name, arrays, remats, is_outer)
+                return self._opened_at(flat, name, arrays, remats, kind)
         return function
 
     def _opened_at(
-        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
+        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
     ) -> Function:
         """The function of a straight jaxpr."""
         flat, losses = with_rows_first(flat), list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
-            flat, losses = with_losses(flat, sums=is_outer)
+            flat, losses = with_losses(flat, sums=kind == "outer")
         flat = with_fewer_residuals(flat, arrays)
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
             flat, arrays = without_constants(flat), [*consts, *arrays]
-        function = self._straight_function(flat, name, arrays, losses, remats, is_outer)
+        function = self._straight_function(flat, name, arrays, losses, remats, kind)
         return functools.partial(function, *consts) if consts else function
 
     def _straight_function(
@@ -152,33 +155,35 @@ class Pieces:
         arrays: Sequence[Any],
         losses: Sequence[tuple[Equation, str]],
         remats: Sequence[Remat],
-        is_outer: bool,
+        kind: str,
     ) -> Function:
         if flat.jaxpr.effects:
-            return _Segments(flat, name, self, remats, is_outer)
+            return _Segments(flat, name, self, remats, kind)
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
         if not reason:
-            found, reason = self._lifted(flat, name, arrays, remats, is_outer)
-        piece = Piece(name, found, reason, flat, self.nested(remats, is_outer), losses)
+            found, reason = self._lifted(flat, name, arrays, remats, kind)
+        piece = Piece(name, found, reason, flat, self.nested(remats, kind), losses, kind == "rule")
         self.made.append(piece)
         return piece
 
-    def nested(self, remats: Sequence[Remat], is_outer: bool) -> Nested:
+    def nested(self, remats: Sequence[Remat], kind: str) -> Nested:
         """Runs the bodies in a piece; those of jitted functions are as the piece is, no bodies of loops."""
-        return Nested(self.function, remats, functools.partial(self.function, is_outer=is_outer))
+        body, own, rule = (functools.partial(self.function, kind=one) for one in ("body", kind, "rule"))
+        return Nested(rule if kind == "rule" else body, remats, own, rule)
 
     def _lifted(
-        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], is_outer: bool
+        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
     ) -> tuple[Lifted | None, str]:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
-        has_most = self.options.memory == "same" and not is_derivative(flat.jaxpr)  # nobody differentiates it again
+        is_differentiated = kind != "rule" and not is_derivative(flat.jaxpr)  # else nobody does it again
+        has_most = self.options.memory == "same" and is_differentiated
         most = kept_by_jax(flat, arrays, next(iter(remats), None)) if has_most else float("inf")
         reason, before = "", len(self.made)
         for defers in dict.fromkeys((self.options.defer_norms, False)):
             found = lifted(
                 flat,
                 name,
-                self.nested(remats, is_outer),
+                self.nested(remats, kind),
                 self._bodies,
                 is_exact=self.options.is_exact,
                 defers=defers,
@@ -221,9 +226,9 @@ def _keeps_no_more(kept: Any, most: Any) -> bool:
 class _Segments:
     """A function with side effects: what stands between two of them is a piece, and they stay in their order."""
 
-    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces, remats: Sequence[Remat], is_outer: bool):
+    def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces, remats: Sequence[Remat], kind: str):
         self._remats = [dataclasses.replace(remat, has_effects=True) for remat in remats]
-        self._jaxpr, self._nested = flat.jaxpr, pieces.nested(self._remats, is_outer)
+        self._jaxpr, self._nested = flat.jaxpr, pieces.nested(self._remats, kind)
         self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
         every: list[Equation] = flat.jaxpr.eqns
         groups = itertools.groupby(enumerate(every, 1), lambda numbered: bool(numbered[1].effects))

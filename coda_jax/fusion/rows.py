@@ -6,21 +6,40 @@ each row alone, forward and backward: the rows of a residual stream are those of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from coda_jax.fusion.custom import has_elementwise_derivative
+from coda_jax.fusion.custom import Rule, has_elementwise_derivative, inlined, may_be_opened, opened_rule
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
+from coda_jax.graph.values import is_seen
+from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.primitives.mesh_types import explicit_cuts
 
 MARKS = CONSTRAINTS | {"name"}  # they say something of an array, and give it back
 SHAPES = MARKS | {"broadcast_in_dim", "reshape", "squeeze", "slice", "split", "transpose", "copy"}
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 OF_ELEMENTS = ELEMENTWISE | PVARY | MARKS
-_ALONE = OF_ELEMENTS | SHAPES | REDUCTIONS | {"concatenate", "pad", "iota", "custom_jvp_call"}
+_ALONE = OF_ELEMENTS | SHAPES | REDUCTIONS | CUSTOM_DERIVATIVES | {"concatenate", "pad", "iota"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """A rule whose functions treat each row alone; the backward one may sum over all rows.
+
+    Attributes:
+      value: the results of the arguments, a straight jaxpr.
+      rule: the other functions, which are straight too.
+      counts: of the variables of all three, as in `Rows`.
+    """
+
+    value: core.ClosedJaxpr
+    rule: Rule
+    counts: Mapping[Any, int]
 
 
 class Rows:
@@ -32,10 +51,16 @@ class Rows:
       results: of the products, by the equation's number.
       absorbed: the equations that are part of a product: transposes of its result.
       reasons: why another dot_general is no product, by the equation's number.
+      rules: of custom_vjp_calls by the equation's id; None where they do more than treat rows.
+
+    Args:
+      jaxpr: a straight one.
+      given: counts of its arguments.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr):
-        self.counts: dict[Any, int] = {}
+    def __init__(self, jaxpr: core.Jaxpr, given: Mapping[Any, int] | None = None):
+        self.counts: dict[Any, int] = dict(given or {})
+        self.rules: dict[int, RowRule | None] = {}
         self._elementwise: dict[int, bool] = {}  # functions with a derivative of their own
         self.results, self.absorbed = results_of_dots(jaxpr)
         found = {
@@ -99,8 +124,8 @@ class Rows:
         shapes = [x.aval.shape for x in equation.invars]
         if name in OF_ELEMENTS:
             return all(_is_beside(shape, rows) for shape in shapes)
-        if name == "custom_jvp_call":
-            return all(_is_beside(shape, rows) for shape in shapes) and self._is_elementwise(equation)
+        if name in CUSTOM_DERIVATIVES:
+            return self._has_alone_derivative(equation, rows)
         if name == "iota":
             return bool(params["dimension"] >= count)
         if name == "broadcast_in_dim":
@@ -109,10 +134,69 @@ class Rows:
             return False
         return _moves_no_row(name, params, count)
 
-    def _is_elementwise(self, equation: Equation) -> bool:
-        if id(equation) not in self._elementwise:
-            self._elementwise[id(equation)] = has_elementwise_derivative(equation)
-        return self._elementwise[id(equation)]
+    def _has_alone_derivative(self, equation: Equation, rows: tuple[Any, ...]) -> bool:
+        """True for a function with a derivative of its own, if both treat each row alone."""
+        own = id(equation)
+        if equation.primitive.name == "custom_jvp_call":
+            if own not in self._elementwise:
+                self._elementwise[own] = has_elementwise_derivative(equation)
+            return self._elementwise[own] and all(_is_beside(x.aval.shape, rows) for x in equation.invars)
+        if any(is_table(x, rows) for x in equation.invars):
+            return False
+        if own not in self.rules:
+            self.rules[own] = _row_rule(equation, rows)
+        return self.rules[own] is not None
+
+    def treats_rows(self, equation: Equation, count: int) -> bool:
+        """True for an equation of a rule that treats each row alone, or arrays without rows, or that sums all rows."""
+        known, every = [x for x in (*equation.invars, *equation.outvars) if self.of(x)], equation.invars
+        if equation.effects or equation.primitive.name == "name" or not all(is_seen(x.aval.dtype) for x in every):
+            return False
+        if not known:
+            return equation.primitive.name in ELEMENTWISE | SHAPES - MARKS
+        if sums_rows(equation, self.counts):
+            return True
+        rows = rows_of(equation, count, self.counts)
+        has_table = rows is not None and any(is_table(x, rows) and not self.of(x) for x in every)
+        return not has_table and self.is_alone(equation, count)
+
+
+def _row_rule(equation: Equation, rows: tuple[Any, ...]) -> RowRule | None:
+    """The rule of a custom_vjp_call whose arguments have these rows where they begin with them; None for another."""
+    count, counts = len(rows), dict[Any, int]()
+    types: list[Any] = [x.aval for x in equation.invars]
+    is_one = len(equation.outvars) == 1 and may_be_opened(equation)
+    if not is_one or any(any(explicit_cuts(x)) for x in types):
+        return None  # a rule need not be linear: two results' cotangents would be given to it together
+
+    def counted(closed: core.ClosedJaxpr, flags: Sequence[bool]) -> list[bool] | None:
+        """Flags of the results that have rows; None for a function that treats not only these."""
+        jaxpr = closed.jaxpr
+        found = Rows(jaxpr, {x: count for x, flag in zip(jaxpr.invars, flags, strict=True) if flag})
+        if closed.consts or not all(found.treats_rows(e, count) for e in jaxpr.eqns):
+            return None
+        counts.update(found.counts)
+        return [bool(found.of(x)) for x in jaxpr.outvars]
+
+    flags = [begins(x.shape, rows) for x in types]
+    value = inlined(core.ClosedJaxpr(*opened(callee(equation))))
+    rule = opened_rule(equation) if counted(value, flags) == [True] else None
+    kept = None if rule is None else counted(rule.forward, flags)
+    if rule is None or kept is None or not kept[0]:
+        return None
+    own = [flag for flag, is_differentiated in zip(flags, rule.is_differentiated, strict=True) if is_differentiated]
+    found = counted(rule.backward, [*kept[1:], True])
+    outs = rule.backward.jaxpr.outvars
+    each = None if found is None else zip(found, own, outs, strict=True)
+    if each is None or not all(has == has_own or isinstance(x, core.Literal) for has, has_own, x in each):
+        return None
+    return RowRule(value, rule, counts)
+
+
+def is_table(x: Any, rows: Sequence[Any]) -> bool:
+    """True for a variable that differs along axes of rows, but has not all of them."""
+    shape = x.aval.shape
+    return len(shape) >= len(rows) and not begins(shape, rows) and any(size != 1 for size in shape[: len(rows)])
 
 
 def results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:

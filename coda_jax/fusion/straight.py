@@ -11,13 +11,13 @@ import jax
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
+from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.calls import CALLS, callee, opened
 from coda_jax.jaxprs.evaluate import read, without_constants
 
 CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"jit", "pjit"})
-CUSTOM_VJPS = CUSTOM_DERIVATIVES - {"custom_jvp_call"}
 _OPENED = CALLS - CHECKPOINTS
 # They begin the names of calls of fused functions inside of others; JAX's derivatives and batches of calls keep names.
 _INNER, _INNER_RULE = "coda_fused_", "coda_ruled_"

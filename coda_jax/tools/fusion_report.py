@@ -26,7 +26,8 @@ class FusedProduct:
     """One product of a function.
 
     Attributes:
-      piece: the piece that it is in: the function, "scan", "cond", "while", "checkpoint", "shard_map".
+      piece: the piece that it is in: the function, "scan", "cond", "while", "checkpoint", "shard_map",
+        "custom_vjp".
       line: of the user's code.
       shapes: of its factors, once the axes of rows are one.
       epilogue: the operations that its epilogue does.
@@ -103,7 +104,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     return Report(
         fused.name,
         (*(product for piece in pieces for product in _products(piece)), *kernels),
-        tuple(_backward(piece) for piece in pieces if piece.lifted is not None),
+        tuple(_backward(piece) for piece in pieces if piece.lifted is not None and not piece.in_rule),
         plain_explained,
         fused_explained,
         reason,
