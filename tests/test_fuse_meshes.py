@@ -479,3 +479,66 @@ def test_a_product_in_another_order_over_a_mesh(kind, door):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
             assert jax.typeof(a).sharding == jax.typeof(b).sharding
     assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5
+
+
+def constrained_head(spec):
+    """The loss of logits that are constrained; None for no constraint."""
+
+    def loss(w, x, labels, mask):
+        z = jnp.tanh(x @ w["up"]) @ w["down"] @ w["head"]
+        z = z if spec is None else with_sharding_constraint(z, NamedSharding(meshes(), spec))
+        losses = optax.softmax_cross_entropy_with_integer_labels(z.astype(jnp.float32), labels)
+        losses = losses if spec is None else with_sharding_constraint(losses, NamedSharding(meshes(), P(*spec[:2])))
+        return jnp.sum(jnp.where(mask, losses, 0))
+
+    return loss
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", None, "model"), P(FREE, FREE, "model"), P(None, "data")])
+def test_constrained_logits_are_made_in_chunks(spec):
+    args, loss = beside_products(), constrained_head(spec)
+    found, expected = (jax.jit(with_gradients(f))(*args) for f in (coda.fuse(loss), loss))
+    assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5
+    assert ("linear_cross_entropy",) in [one.epilogue for one in coda.fuse.report(loss, *args).products]
+
+
+def test_constrained_logits_shard_the_factors_of_the_loss():
+    (w, *rows), names = beside_products(), ("up", "down", "head")
+
+    def products_of(spec):
+        f = with_gradients(coda.fuse(constrained_head(spec)))
+        arrays = [*(w[name] for name in names), *rows]
+        step = lambda *arrays: f(dict(zip(names, arrays, strict=False)), *arrays[3:])  # noqa: E731
+        return [shapes for _, *shapes in partitioned.run(step, arrays, [()] * 6, data=4)[1]]
+
+    assert [(8, 8), (8, 512)] in products_of(P("data", None, "model"))  # 32 tokens in four, the vocabulary in two
+    assert [(32, 8), (8, 1024)] in products_of(None)
+
+
+def asked(z, *spec):
+    return with_sharding_constraint(z, NamedSharding(meshes(), P(*spec)))
+
+
+CONSTRAINED = {
+    "shifted": lambda z: asked(z, "data", None, "model")[:, :-1],
+    "of_the_shifted": lambda z: asked(z[:, :-1], "data", None, "model"),
+    "of_rows": lambda z: asked(z[:, 1:].reshape(-1, z.shape[-1]), "data").reshape(8, 3, -1),
+    "capped": lambda z: asked((20 * jnp.tanh(asked(z, "data") / 20))[:, 1:], None, None, "model"),
+    "padded": lambda z: asked(jnp.where(jnp.arange(1040) < 1030, asked(z, None, None, "model"), -1e9)[:, 1:], "data"),
+}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_logits_that_are_changed_may_be_constrained(name, is_tied):
+    (w, x, labels, _), own = beside_products(), CONSTRAINED[name]
+    head = jnp.sin(jnp.arange(1040 * 8.0)).reshape((1040, 8) if is_tied else (8, 1040))
+
+    def loss(w, head, x):
+        z = asked(jnp.tanh(x @ w["up"]) @ w["down"], "data")
+        z = own(jnp.einsum("btd,vd->btv", z, head) if is_tied else z @ head)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(z, labels[:, 1:]))
+
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(w, head, x) for f in (coda.fuse(loss), loss))
+    assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5
+    assert ("linear_cross_entropy",) in [one.epilogue for one in coda.fuse.report(loss, w, head, x).products]

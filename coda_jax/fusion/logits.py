@@ -2,13 +2,15 @@
 
 Columns behind the vocabulary are padding where they are set to a number that is far below all logits, -1e4 or less: its
 exponential is 0 beside theirs, and it has no gradient. Then the head projects to the vocabulary alone.
+
+Where the function says how logits are sharded, x and w are sharded alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +19,8 @@ from jax import lax
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.dots import Dot, Equation, dot_of, swaps_factors, variables
-from coda_jax.fusion.makers import Makers, among, kept_columns
+from coda_jax.fusion.makers import Makers, among, asks_sharding, kept_columns
+from coda_jax.graph.constraint import constraint_of
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 _GREATEST_FILL = -1e4  # of padding
@@ -35,7 +38,8 @@ class Logits:
       fill: the number that padding is set to; None where there is none.
       bias: the variable (V,), or (1, ..., V), that is added to each row; None where there is none.
       cap: c of c tanh(z / c), a number or a variable (); None where there is none.
-      moved: the equations that took some of the rows, or gave these other axes.
+      moved: the equations that took some of the rows, or gave these other axes; and the first that says how the logits
+        are sharded.
     """
 
     arrays: frozenset[Any]
@@ -66,7 +70,10 @@ class Logits:
     def factors(self, values: dict[Any, Any]) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         """x (..., D) and w of a head that has these logits, and its options."""
         dot, x, w = self.dot, values[self.dot.a], values[self.dot.b]
-        columns = w.shape[0] if dot.transpose_b else w.shape[-1]
+        columns, summed = w.shape[0] if dot.transpose_b else w.shape[-1], [None] * (w.ndim - 1)
+        if (asked := self._asked) is not None:
+            last = len(asked.invars[0].aval.shape) - 1
+            w = _constrained(w, asked, [last, *summed] if dot.transpose_b else [*summed, last])
         w = w.reshape(columns, -1) if dot.transpose_b else w.reshape(-1, columns)
         if self.vocabulary != columns:
             w = w[: self.vocabulary] if dot.transpose_b else w[:, : self.vocabulary]
@@ -77,6 +84,18 @@ class Logits:
             options["soft_cap"] = self.cap if isinstance(self.cap, float) else values[self.cap].reshape(())
         return self._moved(x.reshape(*x.shape[: dot.rows_a], -1)), w, options
 
+    @property
+    def _asked(self) -> Equation | None:
+        """The equation that says how the logits are sharded."""
+        return next(filter(asks_sharding, self.moved), None)
+
+    def with_constraint(self, makers: Makers) -> Logits:
+        """These logits with the first constraint of theirs, if they have none yet."""
+        asked = (
+            [] if self._asked else [e for e in makers.read_by(self.arrays, "sharding_constraint") if asks_sharding(e)]
+        )
+        return dataclasses.replace(self, moved=(*self.moved, *asked[:1]))
+
     def _moved(self, x: jax.Array) -> jax.Array:
         """The rows of x that the logits have; the last axes that these were given are left out."""
         moved = list(self.moved)
@@ -84,7 +103,9 @@ class Logits:
             moved.pop()
         for equation in moved:
             params, (out,) = equation.params, equation.outvars
-            if equation.primitive.name == "reshape":
+            if asks_sharding(equation):
+                x = _constrained(x, equation, [*range(x.ndim - 1), None])
+            elif equation.primitive.name == "reshape":
                 x = x.reshape(*out.aval.shape[:-1], x.shape[-1])
             else:
                 strides = params["strides"] and (*params["strides"][:-1], 1)
@@ -92,6 +113,12 @@ class Logits:
                     x, (*params["start_indices"][:-1], 0), (*params["limit_indices"][:-1], x.shape[-1]), strides
                 )
         return x
+
+
+def _constrained(x: jax.Array, asked: Equation, axes: Sequence[int | None]) -> jax.Array:
+    """x, sharded as an equation asks of an array that has these axes of x's; None for axes that it has not."""
+    constraint = constraint_of(asked).of_axes(axes)
+    return x if constraint is None else constraint(x)
 
 
 def result_of(makers: Makers, product: Equation) -> tuple[Any, Dot | str]:
@@ -109,7 +136,7 @@ def logits_of(makers: Makers, product: Equation, z: Any, dot: Dot) -> Iterator[L
     """The result z of a product, and what becomes of it step by step, each after what it is made of."""
     open_ = [Logits(frozenset(makers.casts(z)), dot, product, z.aval.shape[-1])]
     while open_:
-        logits = open_.pop(0)
+        logits = open_.pop(0).with_constraint(makers)
         yield logits
         open_ += _steps(makers, logits)
 

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Equation, variables
+from coda_jax.graph.constraint import is_constraint
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"})
 
@@ -45,11 +46,12 @@ class Makers:
         return [read_by[one] for one in sorted(read_by, key=lambda one: self._numbers[one])]
 
     def casts(self, x: Any) -> set[Any]:
-        """The variable and what it is cast to, among floats of an epilogue's."""
+        """The variable and what it is cast to, among floats of an epilogue's, also behind constraints of shardings."""
         found, open_ = {x}, [x]
         while open_:
             for equation in self.readers(open_.pop()):
-                if equation.primitive.name == "convert_element_type" and equation.outvars[0].aval.dtype.name in FLOATS:
+                is_same = equation.primitive.name == "convert_element_type" or asks_sharding(equation)
+                if is_same and equation.outvars[0].aval.dtype.name in FLOATS:
                     found.add(equation.outvars[0])
                     open_.append(equation.outvars[0])
         return found
@@ -157,7 +159,12 @@ def among(x: Any, arrays: Collection[Any]) -> bool:
 
 def is_view(equation: Equation) -> bool:
     """True for an equation whose result may be its argument in another shape or by another name."""
-    return equation.primitive.name in VIEWS or _takes_the_first(equation)
+    return equation.primitive.name in VIEWS or asks_sharding(equation) or _takes_the_first(equation)
+
+
+def asks_sharding(equation: Equation) -> bool:
+    """True for a constraint that says how an array is sharded, and nothing else of it."""
+    return equation.primitive.name == "sharding_constraint" and is_constraint(equation)
 
 
 def _takes_the_first(equation: Equation) -> bool:

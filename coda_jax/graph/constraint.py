@@ -66,9 +66,23 @@ class Constraint:
         entries = _entries(sharding, len(shape))
         if all(entry in ((), jax.P.UNCONSTRAINED) for entry in entries[count:]):
             return None
-        params = {**self.params, _key(self.primitive): NamedSharding(sharding.mesh, jax.P(*entries[:count]))}
+        return self._of(jax.P(*entries[:count]))
+
+    def of_axes(self, axes: Sequence[int | None]) -> Constraint | None:
+        """The same for an array that has these axes of the array's, and others, None, that it leaves as they are."""
+        sharding = self._sharding
+        if not isinstance(sharding, NamedSharding) or self.primitive.name == "reshard":
+            return None
+        entries = _entries(sharding, len(self.shape or ()))
+        own = [jax.P.UNCONSTRAINED if axis is None else entries[axis] for axis in axes]
+        return self._of(jax.P(*own))
+
+    def _of(self, spec: jax.P) -> Constraint:
+        """The same that asks for this spec, of all arrays that begin with its axes."""
+        params = {**self.params, _key(self.primitive): NamedSharding(self._sharding.mesh, spec)}
         if "unconstrained_dims" in params:
-            params["unconstrained_dims"] = frozenset(axis for axis in params["unconstrained_dims"] if axis < count)
+            free = (axis for axis, entry in enumerate(spec) if entry is jax.P.UNCONSTRAINED)
+            params["unconstrained_dims"] = frozenset(free)
         return Constraint(None, self.primitive, params)
 
     @property
