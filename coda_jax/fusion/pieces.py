@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
+from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
 from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
@@ -141,6 +142,8 @@ class Pieces:
         flat, losses = with_rows_first(flat), list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
             flat, losses = with_losses(flat, sums=kind == "outer")
+        if not self.options.is_exact:
+            flat = with_centred_sums(flat)
         flat = with_fewer_residuals(flat, arrays)
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:

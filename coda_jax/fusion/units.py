@@ -121,7 +121,7 @@ class Units:
             return True
         if not (is_float(before) and is_float(after) and is_seen(before) and is_seen(after)):
             return False
-        return not (is_of_8_bits(before) or is_of_8_bits(after) or (self._is_exact and _narrows(equation)))
+        return not (is_of_8_bits(before) or is_of_8_bits(after) or (self._is_exact and narrows(equation)))
 
     def _readers(self) -> dict[Any, list[int]]:
         """The equations that read a variable, by number; -1 for the results of all."""
@@ -214,7 +214,7 @@ class Units:
         if self.kinds[number] != "map" or equation.primitive.name in REDUCTIONS:
             return False
         is_wide = all(x.aval.dtype.itemsize > self.dtype.itemsize for x in equation.outvars)
-        return is_wide or equation.primitive.name in _COPIES or _is_square(equation)
+        return is_wide or equation.primitive.name in _COPIES or is_square(equation)
 
     def kind_of_reader(self, number: int) -> str:
         """The kind of the equation with this number, or "result"."""
@@ -411,7 +411,8 @@ class Units:
         return x
 
 
-def _narrows(cast: Equation) -> bool:
+def narrows(cast: Equation) -> bool:
+    """True for a cast to fewer bits."""
     return bool(cast.invars[0].aval.dtype.itemsize > cast.outvars[0].aval.dtype.itemsize)
 
 
@@ -419,7 +420,8 @@ def _widens(cast: Equation) -> bool:
     return bool(cast.invars[0].aval.dtype.itemsize < cast.outvars[0].aval.dtype.itemsize)
 
 
-def _is_square(equation: Equation) -> bool:
+def is_square(equation: Equation) -> bool:
+    """True for the square of one argument, element by element."""
     inputs = equation.invars
     is_product = equation.primitive.name == "mul" and inputs[0] is inputs[1]
     return is_product or equation.primitive.name in ("square", "integer_pow")
