@@ -534,6 +534,28 @@ def test_a_check_of_infinities_and_of_8_bits():
     jax.effects_barrier()
 
 
+@pytest.mark.parametrize("aux", ["a number", "an array", "a dict"])
+def test_a_report_of_a_loss_beside_other_results_has_its_gradient(aux):
+    """As `jax.grad` takes it with has_aux=True; a function that has derivatives already is none."""
+
+    def loss(w, x):
+        y = layer(w, x)
+        value = jnp.mean(jnp.square(y))
+        return value, {"a number": jnp.sqrt(value), "an array": y, "a dict": {"rms": jnp.sqrt(value)}}[aux]
+
+    args = plain_models.weights(), plain_models.inputs()
+    one, other = (coda.fuse.report(f, *args) for f in (loss, lambda *args: loss(*args)[0]))
+    for found, expected in ((one.plain, other.plain), (one.fused, other.fused)):
+        assert 0 < found.totals.kept_bytes == pytest.approx(expected.totals.kept_bytes, abs=16)  # of a square root
+    assert sum(one.fused.products.values()) == sum(other.fused.products.values()) == 3 * len(one.products)
+    for f in (loss, coda.fuse(loss)):
+        with_gradient = jax.grad(f, has_aux=True)
+        found, expected = with_gradient(*args), jax.grad(loss, has_aux=True)(*args)
+        assert largest_error(found, expected) < 1e-5
+    step = coda.fuse.report(jax.value_and_grad(lambda w, x: loss(w, x)[0]), *args)
+    assert sum(step.fused.products.values()) == len(step.products)  # it is not differentiated again
+
+
 @pytest.mark.smoke
 def test_a_report_names_lines_epilogues_and_reasons():
     loss, args = model("llama")

@@ -3,63 +3,79 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.extend import core
 
+from coda_jax.fusion.in_float32 import InFloat32
 from coda_jax.fusion.nested import Function
 from coda_jax.graph.calls import is_key
-from coda_jax.graph.stated import relative_error
+from coda_jax.graph.judged import judged, wrong
 from coda_jax.graph.values import is_float
 
-_BOUNDS = {1: 2e-1, 2: 5e-2, 4: 1e-3, 8: 1e-3}  # by an element's bytes
+_MOST_NAMED = 4
 
 
-def checked(name: str, fused: Function, plain: Function) -> Function:
-    """The fused function, whose results and cotangents are compared with those of the plain one where they are made."""
+def checked(
+    name: str, fused: Function, closed: core.ClosedJaxpr, arguments: Sequence[str], results: Sequence[str]
+) -> Function:
+    """The fused function, whose results and cotangents are compared with those of the plain one where they are made.
+
+    A plain one that computes in 16 bits runs in float32 too: its own distance from that, by its roundings, is the
+    measure of the fused one's.
+
+    Args:
+      name: of the function.
+      fused: the fused function.
+      closed: the plain one, without constants.
+      arguments, results: their names.
+    """
+    plain, exact = core.jaxpr_as_fun(closed), InFloat32(closed)
+
+    def runs(arrays: Sequence[Any]) -> list[tuple[Function, Sequence[Any]]]:
+        """The functions and their arguments: fused, plain, and in float32 where that is another one."""
+        in_float32 = [(exact, list(map(exact.widened, arrays)))] if exact.dtypes else []
+        return [(fused, arrays), (plain, arrays), *in_float32]
+
+    def compared(names: Sequence[str], made: Sequence[Sequence[Any]]) -> list[Any]:
+        """The fused function's arrays; the program raises where one of them is wrong."""
+        each = list(zip(names, zip(*made, strict=True), strict=True))
+        floats = [(n, xs) for n, xs in each if _is_float_array(xs[0])]
+        raises = functools.partial(_raise_if_wrong, name, [n for n, _ in floats], exact.dtypes, exact.narrow)
+        jax.debug.callback(raises, [xs for _, xs in floats])
+        return list(made[0])
 
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
-        return _compared(f"{name}, result", list(fused(*arrays)), list(plain(*arrays)))
+        return compared(results, [f(*xs) for f, xs in runs(arrays)])
 
     def forward(*arrays: Any) -> tuple[list[Any], Any]:
-        results, pullback = jax.vjp(lambda *xs: list(fused(*xs)), *arrays)
-        plain_results, plain_pullback = jax.vjp(lambda *xs: list(plain(*xs)), *arrays)
-        return _compared(f"{name}, result", results, plain_results), (pullback, plain_pullback)
+        made = [jax.vjp(lambda *xs, f=f: list(f(*xs)), *xs) for f, xs in runs(arrays)]
+        return compared(results, [x for x, _ in made]), [pullback for _, pullback in made]
 
-    def backward(pullbacks: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        found, expected = (pullback(cotangents) for pullback in pullbacks)
-        return tuple(_compared(f"{name}, gradient", list(found), list(expected)))
+    def backward(pullbacks: Sequence[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        wide = [x if x.dtype == jax.dtypes.float0 else exact.widened(x) for x in cotangents]
+        made = [pullback(given) for pullback, given in zip(pullbacks, (cotangents, cotangents, wide), strict=False)]
+        return tuple(compared([f"gradient of {x}" for x in arguments], made))
 
     function.defvjp(forward, backward)
     return function
 
 
-def _compared(what: str, found: list[Any], expected: list[Any]) -> list[Any]:
-    """The arrays found; the program raises where one of them differs from the one expected."""
-    pairs = [
-        (i, x, y)
-        for i, (x, y) in enumerate(zip(found, expected, strict=True))
-        if x.dtype != jax.dtypes.float0 and not is_key(x) and is_float(x.dtype)
-    ]
-    numbers = [i for i, _, _ in pairs]
-    jax.debug.callback(functools.partial(_raise_if_different, what, numbers), [pair[1:] for pair in pairs])
-    return found
+def _is_float_array(x: Any) -> bool:
+    return x.dtype != jax.dtypes.float0 and not is_key(x) and is_float(x.dtype)
 
 
-def _raise_if_different(what: str, numbers: Sequence[int], pairs: Sequence[tuple[Any, Any]]) -> None:
-    for i, (x, y) in zip(numbers, pairs, strict=True):
-        error, bound = relative_error(*_finite_where_alike(x, y)), _BOUNDS[y.dtype.itemsize]
-        if not error <= bound:
-            raise AssertionError(
-                f"fuse: {what} {i} differs from the original's by {error:.1e}; the bound is {bound:.0e}"
-            )
-
-
-def _finite_where_alike(x: Any, y: Any) -> tuple[Any, Any]:
-    """The arrays, with zeros where both have the same infinity or NaN."""
-    a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    is_alike = ~np.isfinite(b) & ((a == b) | (np.isnan(a) & np.isnan(b)))
-    return np.where(is_alike, 0.0, a), np.where(is_alike, 0.0, b)
+def _raise_if_wrong(
+    name: str, names: Sequence[str], dtypes: Collection[Any], narrow: Collection[str], arrays: Sequence[Sequence[Any]]
+) -> None:
+    """Raises for arrays of the fused function, beside the plain one's and the exact ones, that are wrong."""
+    found = wrong([judged(n, xs[0], xs[1], xs[-1], dtypes) for n, xs in zip(names, arrays, strict=True)])
+    if found:
+        told = "; ".join(map(str, found[:_MOST_NAMED]))
+        told += f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        told += f"; {', '.join(sorted(narrow))} ran in 16 bits there too" if narrow else ""
+        measured = "the original's in float32" if dtypes else "the original's"
+        raise AssertionError(f"fuse: {name} differs from {measured}: {told}")

@@ -21,6 +21,7 @@ from coda_jax.fusion.checked import checked
 from coda_jax.fusion.modules import changes_shared, is_change_outside, update_modules
 from coda_jax.fusion.pieces import Options, Pieces, kernels_in, signature
 from coda_jax.fusion.straight import as_inner
+from coda_jax.graph.judged import names_of_arguments, names_of_results
 from coda_jax.graph.static import Static
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.evaluate import without_constants
@@ -30,6 +31,7 @@ _SIGNATURES = 64  # of a function, whose traces are kept
 _lock = threading.RLock()  # of the traces of all functions; comparing two signatures may run a user's code
 _ENCLOSING = jax.make_user_context(None)  # the options of the function that this thread traces; of JAX's traces' keys
 _PLAIN = "plain"  # in the place of options: nothing is fused
+AUX = "aux"
 _ASKED_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -137,11 +139,34 @@ class Fused:
         pieces.kernels += kernels_in(closed.jaxpr)
         function = pieces.function(closed, self.name, kind="outer")
         if self._is_checked:
-            function = checked(self.name, function, core.jaxpr_as_fun(without_constants(closed)))
+            with unfused():
+                plain = jax.make_jaxpr(flat)(*filter(_is_array, leaves))  # without fused functions in it
+            function = self._checked(function, closed, plain, leaves, tree, *found)
         elif is_inner:
-            function = as_inner(self.name, closed, function if _is_loss(closed) else None)
+            is_loss = len(closed.out_avals) == 1 and bool(loss_form(closed.out_avals[0]))
+            function = as_inner(self.name, closed, function if is_loss else None)  # by its graph it has no logits
         out_tree, changed = found
         return _Traced(function, closed.consts, out_tree, changed)
+
+    def _checked(
+        self,
+        function: Callable[..., Sequence[Any]],
+        closed: core.ClosedJaxpr,
+        plain: core.ClosedJaxpr,
+        leaves: Sequence[Any],
+        tree: Any,
+        out_tree: Any,
+        changed: Sequence[int],
+    ) -> Callable[..., Sequence[Any]]:
+        """The function of a jaxpr, compared in each call with a plain one's; the rest is as `_trace` has it."""
+        if list(map(id, plain.consts)) != list(map(id, closed.consts)):
+            plain = closed
+        names, outputs = names_of_arguments(jax.tree.unflatten(tree, leaves)), closed.out_avals[: out_tree.num_leaves]
+        arguments = [f"a closed-over {x.aval.str_short()}" for x in closed.jaxpr.constvars]
+        arguments += [name for name, x in zip(names, leaves, strict=True) if _is_array(x)]
+        results = names_of_results(jax.tree.unflatten(out_tree, outputs))
+        results += [f"{names[i]} after the call" for i in changed]
+        return checked(self.name, function, without_constants(plain), arguments, results)
 
     def fresh(self) -> Fused:
         """The same with no traces, and unchecked."""
@@ -245,8 +270,9 @@ def fuse(
         takes about as many rows as the products have columns together, counted over all devices.
       chunk_losses: compute a loss over a vocabulary in chunks, by `coda.linear_cross_entropy` or `coda.token_logprobs`.
       memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.
-      check: compute f and its gradient as JAX does too, in each call, and raise if they differ by more than 1e-3, or
-        5e-2 for floats of 16 bits and 2e-1 of 8, relative to the array's norm.
+      check: compute f and its gradient as JAX does too, and in float32 if f computes in 16 bits, in each call. Raise
+        where an array is farther from the float32 run than f's own roundings explain: than three times f's own distance
+        and one rounding, of 1e-3 in float32, of its norm.
       implementation: as in `coda.gemm`.
 
     Returns:
@@ -279,10 +305,17 @@ def fuse(
     return Fused(f, options, is_checked=bool(check))
 
 
-def _is_loss(closed: core.ClosedJaxpr) -> bool:
-    """True for a function of one number, whose derivative by its own graph has no logits and no norms in memory."""
-    results = closed.out_avals
-    return len(results) == 1 and not results[0].shape and is_float(results[0].dtype)
+def loss_form(results: Any) -> str:
+    """The form of a loss that these are the results of: "loss", or "aux" for a loss beside others; else empty.
+
+    They are arrays or their types. A loss is a number, and so is the first of two results that `jax.grad` takes with
+    `has_aux=True`.
+    """
+    is_pair = isinstance(results, tuple) and len(results) == 2
+    loss = results[0] if is_pair else results
+    if not hasattr(loss, "dtype") or loss.shape or not is_float(loss.dtype):
+        return ""
+    return AUX if is_pair else "loss"
 
 
 def _is_array(x: Any) -> bool:

@@ -208,7 +208,8 @@ def _by_its_rule(fused: Callable[..., Function], equation: Equation, inputs: Seq
     return results
 
 
-def _shard_map(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+def shard_mapped(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of a shard_map whose body is another function; `fused` gives that, for the body and a name."""
     params = equation.params
     axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     body = fused(params["jaxpr"], "shard_map")
@@ -228,6 +229,6 @@ _RULES: Mapping[str, Callable[..., Sequence[Any]]] = {
     "scan": _scan,
     "cond": _cond,
     "while": _while,
-    "shard_map": _shard_map,
+    "shard_map": shard_mapped,
     **dict.fromkeys(CHECKPOINTS, _checkpoint),
 }

@@ -9,6 +9,7 @@ import jax
 
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.graph.block import Block, is_array
+from coda_jax.graph.judged import names_of_arguments
 from coda_jax.graph.stated import Stated, relative_error
 from coda_jax.graph.values import is_float
 
@@ -72,18 +73,11 @@ def _values_and_gradients(f: Any, leaves: Sequence[Any], tree: Any, numbers: Seq
     keys = jax.random.split(jax.random.key(0), len(floats))
     cotangents = [jax.random.normal(key, x.shape).astype(x.dtype) for key, x in zip(keys, floats, strict=True)]
     (gradients,) = pullback(cotangents)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(len(leaves))))]
+    arguments = names_of_arguments(jax.tree.unflatten(tree, leaves))
     each = zip(paths_of_outputs, outputs, strict=True)
     named = {f"output{jax.tree_util.keystr(path)}": x for path, x in each}
-    gradient_names = (f"gradient of {_argument(paths[i])}" for i in numbers)
+    gradient_names = (f"gradient of {arguments[i]}" for i in numbers)
     return named | dict(zip(gradient_names, gradients, strict=True))
-
-
-def _argument(path: Any) -> str:
-    """An argument's name from its path in (args, kwargs)."""
-    kind, which, *rest = path
-    first = f"argument {which.idx}" if kind.idx == 0 else f"argument {which.key}"
-    return f"{first}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def _errors(results: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.fusion.dots import dots_in
-from coda_jax.fusion.fuse import Fused, fuse, unfused
+from coda_jax.fusion.dots import dots_in, is_derivative
+from coda_jax.fusion.fuse import AUX, Fused, fuse, loss_form, unfused
 from coda_jax.fusion.pieces import Piece
 from coda_jax.fusion.straight import line_of
 from coda_jax.graph.describe import described, made_in, name_of
@@ -96,8 +96,9 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         return Report(fused.name, (), (), None, None, fused.reason)  # it cannot be traced
     pieces, reason = list(fused.pieces.made), fused.reason
     kernels = (FusedProduct(fused.name, line, _types(x), (), IS_KERNEL) for x, line in fused.pieces.kernels)
-    is_loss = isinstance(result, jax.ShapeDtypeStruct) and not result.shape and is_float(result.dtype)
-    plain_function, fused_function = (_with_gradients(g) if is_loss else g for g in (fused.plain, fused))
+    plain_function, fused_function = fused.plain, fused
+    if (form := loss_form(result)) and not any(is_derivative(piece.jaxpr.jaxpr) for piece in pieces):
+        plain_function, fused_function = (_with_gradients(g, has_aux=form == AUX) for g in (fused.plain, fused))
     with unfused():
         plain_explained = explain(plain_function, *args, **kwargs, platform="cuda")
     fused_explained = explain(fused_function, *args, **kwargs, platform="cuda")
@@ -111,7 +112,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     )
 
 
-def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
     """f with its gradients of all floating arrays."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +126,9 @@ def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
             )
             return f(*args, **kwargs)
 
-        return jax.value_and_grad(of_floats)([x for x, flag in zip(leaves, flags, strict=True) if flag])
+        return jax.value_and_grad(of_floats, has_aux=has_aux)(
+            [x for x, flag in zip(leaves, flags, strict=True) if flag]
+        )
 
     return function
 
