@@ -225,6 +225,7 @@ class Lift:
         product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
         product.spec_of_a = None if norm is None else norm.constraint
         product.spec = product.out_spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
+        product.source = self.jaxpr.eqns[unit.number].source_info.traceback
         self.products[unit.number] = product
         value: Value = product
         if norm is not None:
@@ -357,6 +358,8 @@ class Lift:
         flags = dict(zip(inputs, zip(tables, masks, strict=True), strict=True))
         key = structure(equations, inputs, [result], lambda x: (self.rows.of(x), flags.get(x)))
         value = self._shared(key, function, *values, derived=function.__name__)
+        if value not in values:
+            value.source = equations[-1].source_info.traceback
         if isinstance(value, nodes.Map) and value.is_tile:
             if self._is_read_in_float32(result):
                 value.made_of = frozenset({np.dtype(FLOAT32)})

@@ -16,6 +16,7 @@ from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
 from coda_jax.jaxprs.evaluate import read, without_constants
+from coda_jax.jaxprs.source_lines import line_of as source_line_of
 
 CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"jit", "pjit"})
 _OPENED = CALLS - CHECKPOINTS
@@ -149,5 +150,5 @@ def _is_named(equation: Equation, name: str) -> bool:
 
 
 def line_of(equation: Equation) -> str:
-    """The user's line: "train.py:12:4 (loss)"."""
-    return str(source_info_util.summarize(equation.source_info)).rpartition("/")[2]
+    """The user's line: "train.py:12 (loss)"; empty where JAX knows none."""
+    return source_line_of(equation, with_function=True) or ""

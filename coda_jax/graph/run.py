@@ -22,7 +22,8 @@ from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
 from coda_jax.graph.unflattened import Unflattened
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable, source_of
+from coda_jax.jaxprs.source_lines import at_line_of
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, Parts, product
 from coda_jax.primitives.layout import spec_of_sum
@@ -76,9 +77,11 @@ def run(
     arrays = {x: of for x, of in arrays.items() if x not in parts}
     running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {}, telling)
     running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
-    for step in range(len(plan.steps)):
-        outputs, _ = product(*running.arguments(step, f"{name}_{step}"))
-        running.store(step, outputs)
+    for i, step in enumerate(plan.steps):
+        arguments = running.arguments(i, f"{name}_{i}")
+        with at_line_of(source_of(step.product)):
+            outputs, _ = product(*arguments)
+            running.store(i, outputs)
     results = [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
     return results if plan.steps else _with_first(results, telling)
 
@@ -123,10 +126,12 @@ class _Run:
             pieces = jnp.concatenate(placed_alike(self.parts[value], -1), axis=-1)
             self.arrays[value] = reshaped_as(pieces, self._shape_of(value))
         if value not in self.arrays:
-            x = whole(self._in_pass(value))
-            array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
-            array = self._stored(value, array) if value in self._by_xla else array
-            self.arrays[value] = self._named(value, self.constrained(value, array))
+            made = self._in_pass(value)
+            with at_line_of(source_of(value)):
+                x = whole(made)
+                array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
+                array = self._stored(value, array) if value in self._by_xla else array
+                self.arrays[value] = self._named(value, self.constrained(value, array))
         return self.arrays[value]
 
     def _stored(self, value: Value, x: jax.Array) -> jax.Array:
@@ -155,8 +160,10 @@ class _Run:
         read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
         for of in reachable([value], read):
             if isinstance(of, Map | Turned) and of not in read and of not in made:
-                made[of] = in_pass(of, [made[x] if x in made else self._input(x) for x in of.inputs])
-                made[of] = as_type(made[of], self.dtype) if of.is_rounded else made[of]
+                inputs = [made[x] if x in made else self._input(x) for x in of.inputs]
+                with at_line_of(source_of(of)):
+                    made[of] = in_pass(of, inputs)
+                    made[of] = as_type(made[of], self.dtype) if of.is_rounded else made[of]
         return made[value]
 
     def _input(self, value: Value) -> Part | Pieces:

@@ -8,6 +8,7 @@ makes it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -49,6 +50,7 @@ class Value:
       made_of: the dtypes of the floating tiles that a tile is made of; None is that of products.
       cotangent_of: the value of whose shape and rows it is; None for one that is no map's cotangent.
       is_rounded: the function that it is of has it in the products' dtype, and so a pass of XLA's hands it on.
+      source: the traceback of the equation that it is of, where it is of a function's.
     """
 
     inputs: tuple[Value, ...] = ()
@@ -61,6 +63,7 @@ class Value:
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
     cotangent_of: Value | None = None
     is_rounded: bool = False
+    source: Any = None
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
         self.shape, self.number = tuple(shape), next(_numbers)
@@ -410,6 +413,19 @@ def set_spec(value: Value, spec: jax.P | None) -> None:
         for x in value.inputs:
             if isinstance(x, Map | Product) and x.shape == value.shape:
                 set_spec(x, spec)
+
+
+def source_of(value: Value) -> Any:
+    """The source of a value, or of the nearest that it is the cotangent of, or made of; None where none has one."""
+    open_, seen = collections.deque([value]), {value}
+    while open_:
+        x = open_.popleft()
+        if x.source is not None:
+            return x.source
+        near = [*([] if x.cotangent_of is None else [x.cotangent_of]), *reversed(x.inputs)]
+        open_ += [y for y in dict.fromkeys(near) if y not in seen]
+        seen |= set(near)
+    return None
 
 
 def inputs_read(value: Value) -> Sequence[Value]:

@@ -12,12 +12,12 @@ from jax.extend import core
 
 from coda_jax.epilogue import Axis
 from coda_jax.epilogue.dtypes import FACTORS, is_of_8_bits
+from coda_jax.jaxprs.source_lines import called_directly
 from coda_jax.lowering.addressing import unaligned_rows
 from coda_jax.lowering.launch import folds
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
-from coda_jax.tools.source_lines import called_directly
 from coda_jax.tools.unfused import Unfused
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from coda_jax.tools.attention import AttentionCall, attention_call
 from coda_jax.tools.costs import Cost, cost_of, pass_us, shard_of
 from coda_jax.tools.devices import DEFAULT_DEVICE, device_named
 from coda_jax.tools.held import Memory, held, memory_of
+from coda_jax.tools.left import Left, left_in
 from coda_jax.tools.others import OtherProduct, find_attention, products_of_others
 from coda_jax.tools.passes import Attention, Kept, LeftToXla, Pass, left_to_xla
 from coda_jax.tools.unfused import Unfused, unfused
@@ -244,6 +245,18 @@ def explain(
     Example: `print(coda.explain(jax.grad(loss), params, batch, device="H200"))`, and of one product
     `print(coda.explain(coda.gemm, a, b, platform="cuda", source=True))`
     """
+    return explained(function, args, kwargs, platform, device, source)[0]
+
+
+def explained(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    platform: str | None = None,
+    device: str | None = None,
+    source: bool = False,
+) -> tuple[Explanation, dict[Left, int]]:
+    """`explain`, and why its passes are no kernel's: one for each pass of one reason, line and size, with its count."""
     if platform not in (None, "cpu", "gpu", "cuda"):
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
     named = None if device is None else device_named(device)
@@ -274,9 +287,9 @@ def explain(
     graphs = graphs_of(jaxpr)
     find_attention(graphs)
     left = [left_to_xla(graph) for graph in graphs]
-    passes, attention, kept, between = _left_to_xla(graphs, left)
+    passes, attention, kept, between, reasons = _left_to_xla(graphs, left)
     others, in_attention = products_of_others(graphs, told)
-    return Explanation(
+    found = Explanation(
         products=dict(products),
         others=sum(others.values()) + in_attention,
         notes=dict(notes),
@@ -292,14 +305,15 @@ def explain(
         memory=memory_of(trace, held(graphs, [each.moved for each in left])),
         attention_calls=dict(attention_calls),
     )
+    return found, reasons
 
 
 def _left_to_xla(
     graphs: Iterable[Graph], left: Iterable[LeftToXla]
-) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int], dict[Unfused, int]]:
+) -> tuple[dict[Pass, int], dict[Attention, int], dict[Kept, int], dict[Unfused, int], dict[Left, int]]:
     """The work that all graphs of a function leave to XLA; arrays that a loop's body keeps count once."""
     passes, attention, kept = collections.Counter[Pass](), collections.Counter[Attention](), collections.Counter[Kept]()
-    between = collections.Counter[Unfused]()
+    between, reasons = collections.Counter[Unfused](), collections.Counter[Left]()
     for graph, (graph_passes, calls, kept_in_graph, _) in zip(graphs, left, strict=True):
         for one in graph_passes:
             passes[one.of] += graph.times
@@ -308,7 +322,9 @@ def _left_to_xla(
         kept.update(kept_in_graph)
         for unmade, count in unfused(graph, graph_passes).items():
             between[unmade] += count * graph.times
-    return dict(passes), dict(attention), dict(kept), dict(between)
+        for one_left, count in left_in(graph, graph_passes).items():
+            reasons[one_left] += count * graph.times
+    return dict(passes), dict(attention), dict(kept), dict(between), dict(reasons)
 
 
 def _product(

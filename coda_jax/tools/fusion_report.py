@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +13,17 @@ from jax.extend import core
 from coda_jax.fusion.dots import dots_in, is_derivative
 from coda_jax.fusion.fuse import AUX, Fused, fuse, loss_form, unfused
 from coda_jax.fusion.pieces import Piece
-from coda_jax.fusion.straight import line_of
 from coda_jax.graph.describe import described, made_in, name_of
 from coda_jax.graph.values import Product, is_float
-from coda_jax.tools.explain import Explanation, explain
+from coda_jax.jaxprs.source_lines import line_of
+from coda_jax.tools.explain import Explanation, explain, explained
+from coda_jax.tools.left import Left
 from coda_jax.tools.text import columns
 
 IS_KERNEL = "it is a kernel of its own, of an operator, a block or a function fused with other options"
+
+
+_MOST_LINES = 3  # of a reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Report:
       backward: the plans of the derivatives in words, one for each piece.
       plain, fused: what `coda.explain` says of both; None of a function that asks for the value of an array.
       reason: why the function runs as it is; empty if it does not.
+      passes_left: the passes that stay XLA's, with why, and how often each runs.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Report:
     plain: Explanation | None
     fused: Explanation | None
     reason: str = ""
+    passes_left: Mapping[Left, int] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.reason or self.plain is None or self.fused is None:
@@ -82,7 +89,45 @@ class Report:
                 (1,),
             ),
         ]
-        return "\n".join([*lines, *(f"\n{text}" for text in self.backward)])
+        return "\n".join([*lines, *(f"\n{text}" for text in self.backward), "", *self._last_lines()])
+
+    @property
+    def left(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """The passes that stay XLA's: for each reason the bytes that they move, and the program's lines, largest first.
+
+        The bytes are all those of `fused.totals.passes_bytes`.
+        """
+        reasons = {one.line.partition(" (")[0]: one.reason for one in self.products if one.reason}
+        moved = collections.Counter[str]()
+        lines: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for one, count in self.passes_left.items():
+            reason = reasons.get(one.product or "")
+            why = f"{one.why}: {reason}" if reason else one.why
+            moved[why] += one.bytes * count
+            lines[why][one.source or ""] += one.bytes * count
+        sorted_lines = {why: tuple(line for line, _ in of.most_common() if line) for why, of in lines.items()}
+        return {why: (count, sorted_lines[why]) for why, count in moved.most_common()}
+
+    def _last_lines(self) -> Iterator[str]:
+        """The bytes that stay XLA's, and why."""
+        found = self.left
+        total = sum(count for count, _ in found.values())
+        yield f"stays XLA's: {_megabytes(total)} between products{', for' if total else ''}"
+        large = {why: one for why, one in found.items() if one[0] >= total / 100}
+        rows = [(_megabytes(count), f"{why}{_at(lines)}") for why, (count, lines) in large.items()]
+        if small := {why: count for why, (count, _) in found.items() if why not in large}:
+            rows.append((_megabytes(sum(small.values())), f"{len(small)} smaller ones: {'; '.join(small)}"))
+        yield from columns(rows, (0,)) if rows else ()
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count >= 1e7 else f"{count / 1e6:.2g} MB"
+
+
+def _at(lines: Sequence[str]) -> str:
+    """Text for lines: at most three, and the number of others."""
+    shown = "; ".join(lines[:_MOST_LINES]) + (f"; {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else "")
+    return f" ({shown})" if lines else ""
 
 
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
@@ -101,7 +146,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         plain_function, fused_function = (_with_gradients(g, has_aux=form == AUX) for g in (fused.plain, fused))
     with unfused():
         plain_explained = explain(plain_function, *args, **kwargs, platform="cuda")
-    fused_explained = explain(fused_function, *args, **kwargs, platform="cuda")
+    fused_explained, left = explained(fused_function, args, kwargs, "cuda")
     return Report(
         fused.name,
         (*(product for piece in pieces for product in _products(piece)), *kernels),
@@ -109,6 +154,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         plain_explained,
         fused_explained,
         reason,
+        left,
     )
 
 
@@ -134,18 +180,18 @@ def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., An
 
 
 def _products(piece: Piece) -> list[FusedProduct]:
-    found = [FusedProduct(piece.name, line_of(x), _types(x), (operator,), "") for x, operator in piece.losses]
+    found = [FusedProduct(piece.name, _line(x), _types(x), (operator,), "") for x, operator in piece.losses]
     if piece.lifted is None:
         dots = dots_in(piece.jaxpr.jaxpr).values()
-        return [*found, *(FusedProduct(piece.name, line_of(x), _types(x), (), piece.reason) for x in dots)]
+        return [*found, *(FusedProduct(piece.name, _line(x), _types(x), (), piece.reason) for x in dots)]
     plan = piece.lifted.graph.plan
     steps = {step.product: i for i, step in enumerate(plan.steps)}
     for equation, product in piece.lifted.products:
         if isinstance(product, Product):
             names = () if product not in steps else tuple(dict.fromkeys(map(name_of, made_in(plan, steps[product]))))
-            found.append(FusedProduct(piece.name, line_of(equation), _shapes(product), names, ""))
+            found.append(FusedProduct(piece.name, _line(equation), _shapes(product), names, ""))
         else:
-            found.append(FusedProduct(piece.name, line_of(equation), _types(equation), (), product))
+            found.append(FusedProduct(piece.name, _line(equation), _types(equation), (), product))
     return found
 
 
@@ -154,6 +200,10 @@ def _backward(piece: Piece) -> str:
     graph = piece.lifted.graph
     name = f"{graph.name}_backward"
     return f"backward pass of {piece.name}\n{described(graph.derivative().backward().plan, name)}"
+
+
+def _line(equation: core.JaxprEqn) -> str:
+    return line_of(equation, with_function=True) or "-"
 
 
 def _shapes(product: Product) -> str:

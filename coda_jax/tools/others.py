@@ -16,11 +16,11 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import is_of_8_bits, is_rounded
 from coda_jax.fusion.dots import convolution_flops
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation, mark_attentions_own
+from coda_jax.jaxprs.source_lines import line_of
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.tiles.cost_model import GemmShape
 from coda_jax.tools.costs import bare_us
-from coda_jax.tools.source_lines import line_of
 
 OTHERS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 # The einsums of `jax.nn.dot_product_attention`, which maps them over groups of heads.
@@ -39,7 +39,7 @@ class OtherProduct:
         gradient each row is in one outer product. None if a size is symbolic, and inside another library's kernel,
         where the number of executions is not known.
       bytes: of the factors, with all groups' matrices, and of the result, each once; None where `flops` is None.
-      source: the line that made it, as `coda_jax.tools.source_lines.line_of` finds it; None if JAX knows none.
+      source: the line that made it, as `coda_jax.jaxprs.source_lines.line_of` finds it; None if JAX knows none.
       is_backward: whether it is in a backward pass.
       us: expected microseconds of the library's kernel without an epilogue for it, by the cost model. In the measured
         steps of plain JAX, XLA's products took 0.89 to 0.92 of it. None where the cost model has no time.

@@ -20,7 +20,7 @@ from coda_jax.tools.others import OTHERS
 
 _OWN_ATTENTION = {primitive.name for primitive in FORMS}
 _PRODUCTS = {"coda_gemm", *_OWN_ATTENTION, *OTHERS}
-_COLLECTIVES = {
+COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"),
     *("all_to_all", "reduce_scatter", "psum_scatter"),
 }
@@ -330,12 +330,12 @@ def is_pass(one: Operation) -> bool:
 
 
 def _is_fused(one: Operation) -> bool:
-    return not (one.is_attention or _is_alone(one) or one.name in {*LOOPS, *_PRODUCTS, *_COLLECTIVES})
+    return not (one.is_attention or _is_alone(one) or one.name in {*LOOPS, *_PRODUCTS, *COLLECTIVES})
 
 
 def _is_alone(one: Operation) -> bool:
     """Whether it is a kernel of its own; so is any operation with an inner function, such as a Pallas kernel."""
-    other_names = {*LOOPS, *_PRODUCTS, *_COLLECTIVES, "reduce"}
+    other_names = {*LOOPS, *_PRODUCTS, *COLLECTIVES, "reduce"}
     return one.name in _ALONE or (one.name not in other_names and bool(inner_jaxprs(one.equation)))
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from coda_jax.epilogue.dtypes import FACTORS
 from coda_jax.epilogue.elementwise import OPERATIONS
 from coda_jax.jaxprs.graph import Array, Graph, Operation
+from coda_jax.jaxprs.source_lines import is_in_a_block, line_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.tools.others import OTHERS
 from coda_jax.tools.passes import MadePass, Pass, is_any_attention, is_pass, label
-from coda_jax.tools.source_lines import is_in_a_block, line_of
 
 # Operations that an epilogue supports, on a tile or over its rows, beside elementwise ones.
 _LOCAL = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import re
 import sysconfig
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax.extend import core
 
 from coda_jax.jaxprs.walk import inner_jaxprs
 
+_GIVEN = re.compile(r"\bline (\S+?:\d+(?:, from \S+?:\d+)?)")  # by `at_line_of`
 _CODA = os.path.dirname(os.path.dirname(__file__))
 _LAYERS = os.path.join(os.path.dirname(_CODA), "flax_layers")
 _BLOCK_FOLDERS = tuple(os.path.join(_CODA, room) + os.sep for room in ("graph", "operators"))
@@ -23,23 +26,49 @@ _STANDARD = sysconfig.get_path("stdlib")
 _HIDDEN = (*(os.path.dirname(file) + os.sep for file in (jax.__file__, np.__file__)), _CODA + os.sep, "<frozen")
 
 
-def line_of(equation: core.JaxprEqn) -> str | None:
+def line_of(equation: core.JaxprEqn, *, with_function: bool = False) -> str | None:
     """The innermost line outside of JAX and coda_jax: "train.py:12", or "optax/contrib/_muon.py:88" in another package.
 
     A line in another package is followed by that of the program that called it, if there is one: ", from train.py:12".
-    In a backward pass it is the line of the forward pass, or that of a custom derivative's call. None if JAX knows no
-    line, as for a custom derivative that `jax.checkpoint` runs again.
+    In a backward pass it is the line of the forward pass, or that of a custom derivative's call. A pass between the
+    products of a graph has the line that `at_line_of` gave it. None if JAX knows no line, as for a custom derivative
+    that `jax.checkpoint` runs again.
+
+    Args:
+      with_function: also names the function that the program's line is in: "train.py:12 (loss)".
     """
+    return _given_line(equation) or line_in(equation.source_info.traceback, with_function=with_function)
+
+
+def line_in(traceback: Any, *, with_function: bool = False) -> str | None:
+    """`line_of` for a traceback of JAX's."""
     inner = None
-    for frame in _frames(equation):
+    for frame in () if traceback is None else traceback.frames:
         name, in_package = _named(frame.file_name)
         if name is None:
             continue
         line = f"{name}:{frame.line_num}"
         if not in_package:
+            line += f" ({frame.function_name.rpartition('<locals>.')[2]})" if with_function else ""
             return line if inner is None else f"{inner}, from {line}"
         inner = inner or line
     return inner
+
+
+@contextlib.contextmanager
+def at_line_of(traceback: Any) -> Iterator[None]:
+    """A context whose equations have this traceback's line, though the library makes them; None: their own.
+
+    It is a name scope, so that derivatives keep it, and profiles show it.
+    """
+    line = line_in(traceback)
+    with jax.named_scope(f"line {line}") if line else contextlib.nullcontext():
+        yield
+
+
+def _given_line(equation: core.JaxprEqn) -> str | None:
+    lines = _GIVEN.findall(str(equation.source_info.name_stack))
+    return lines[-1] if lines else None
 
 
 def is_in_a_block(equation: core.JaxprEqn) -> bool:
@@ -94,4 +123,8 @@ def _named(file: str) -> tuple[str | None, bool]:
     for packages in (*_PACKAGES, os.path.dirname(_LAYERS) if file.startswith(_LAYERS + os.sep) else None):
         if packages is not None and file.startswith(packages + os.sep):
             return os.path.relpath(file, packages).replace(os.sep, "/"), True
+    for packages in ("site-packages", "dist-packages"):  # of another environment on the path
+        _, found, inner = file.rpartition(os.sep + packages + os.sep)
+        if found:
+            return inner.replace(os.sep, "/"), True
     return (None, False) if file.startswith(_STANDARD + os.sep) else (os.path.basename(file), False)

@@ -1,0 +1,130 @@
+"""`coda.fuse.report`: what stays XLA's, why, and at which line of the program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coda_jax as coda
+from tests.plain_models import layer_norm
+
+B, T, D, F, VOCABULARY, HEADS = 4, 256, 256, 512, 2048, 4
+DOORS = {
+    "grad(fuse)": lambda loss: loss,  # whose gradient the report takes
+    "fuse(grad)": jax.value_and_grad,
+}
+
+
+def typed(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+WEIGHTS = {"up": typed(D, F), "down": typed(F, D), "scale": typed(D), "table": typed(VOCABULARY, D)}
+X, IDS, KEY = typed(B, T, D), typed(B, T, dtype=jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+
+
+def feed_forward(w, h):
+    return jnp.tanh(h @ w["up"]) @ w["down"]
+
+
+def attention(w, x, ids, key):
+    q = feed_forward(w, x).reshape(B, T, HEADS, D // HEADS)
+    scores = jnp.einsum("bthd,bshd->bhts", q, q)
+    y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), q).reshape(x.shape)  # line of attention
+    return feed_forward(w, y)
+
+
+def norm(w, x, ids, key):
+    h = layer_norm(x + feed_forward(w, x), w["scale"], w["scale"])  # line of norm
+    return feed_forward(w, h)
+
+
+def dropout(w, x, ids, key):
+    h = feed_forward(w, x)
+    return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0)  # line of dropout
+
+
+def embedding(w, x, ids, key):
+    return feed_forward(w, w["table"][ids])  # line of embedding
+
+
+def ranked(w, x, ids, key):
+    h = feed_forward(w, x)
+    return h + jnp.sort(h, axis=-1)  # line of ranked
+
+
+REASONS = {
+    attention: "between products that are left: both factors have batch axes, as in attention",
+    norm: "norms, which need sums of whole rows first",
+    dropout: "random numbers are drawn",
+    embedding: "rows or slices are gathered or scattered",
+    ranked: "sorts, ranks and running sums along an axis",
+}
+
+
+def line_of(f):
+    """The line of this file that says so."""
+    with open(__file__) as file:
+        return next(i for i, line in enumerate(file, 1) if line.rstrip().endswith(f"# line of {f.__name__}"))
+
+
+def report_of(f, door):
+    def loss(w, x, ids, key):
+        return jnp.mean(jnp.square(f(w, x, ids, key).astype(jnp.float32)))
+
+    return coda.fuse.report(DOORS[door](loss), WEIGHTS, X, IDS, KEY)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("f", REASONS, ids=lambda f: f.__name__)
+def test_what_stays_a_pass_has_its_reason_its_bytes_and_its_line(f, door):
+    report = report_of(f, door)
+    assert sum(count for count, _ in report.left.values()) == report.fused.totals.passes_bytes > 0
+    counts = [count for count, _ in report.left.values()]
+    assert counts == sorted(counts, reverse=True)
+    count, lines = report.left[REASONS[f]]
+    assert count >= 2 * X.size  # it reads the activation, or writes it
+    file = "plain_models.py" if f is norm else f"test_fuse_report.py:{line_of(f)}"
+    assert any(file in line for line in lines), lines
+
+
+def test_the_last_lines_are_what_stays_xlas_with_the_largest_first():
+    report = report_of(attention, "grad(fuse)")
+    _, found, text = str(report).rpartition("\nstays XLA's: ")
+    assert found
+    total, *rows = text.splitlines()
+    assert total == f"{report.fused.totals.passes_bytes / 1e6:.0f} MB between products, for"
+    assert f"{REASONS[attention]} (test_fuse_report.py:{line_of(attention)}" in rows[0]
+    sizes = [float(row.split(" MB ")[0]) for row in rows]
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) == pytest.approx(
+        report.fused.totals.passes_bytes / 1e6, abs=1
+    )
+
+
+def test_passes_of_a_graph_have_the_users_lines_and_profiles_show_them():
+    """XLA's passes between kernels, whose equations the library makes."""
+
+    def f(w, x):
+        h = x + feed_forward(w, x)
+        mean = jnp.mean(h, axis=-1, keepdims=True)
+        return feed_forward(w, h - mean)  # line of f
+
+    found = coda.fuse.report(lambda w, x: jnp.mean(jnp.square(f(w, x).astype(jnp.float32))), WEIGHTS, X).passes_left
+    assert {one.source.partition(":")[0] for one in found} == {"test_fuse_report.py"}
+    assert any(one.source == f"test_fuse_report.py:{line_of(f)}" for one in found)
+    text = jax.jit(coda.fuse(f)).lower(WEIGHTS, X).as_text(debug_info=True)
+    assert f"line test_fuse_report.py:{line_of(f)}" in text
+
+
+def test_a_function_that_stays_as_it_is_has_its_reason():
+    """A piece that is left: its products' reason is that of the passes between them."""
+
+    def f(w, x, ids, key):
+        kernel = jnp.ones((9, 9, D, D), x.dtype)
+        image = jax.lax.conv_general_dilated(
+            x.reshape(B, 16, 16, D), kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return feed_forward(w, jnp.tanh(image).reshape(x.shape))
+
+    report = report_of(f, "grad(fuse)")
+    why = "between products that are left: its convolutions have ten times the operations of its products"
+    assert report.left[why][0] > 0 and why in str(report)
