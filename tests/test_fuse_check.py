@@ -60,7 +60,7 @@ def test_roundings_to_16_bits_are_no_fault(dtype, door):
 def with_planted_fault(monkeypatch, plant):
     """Pieces whose functions have plant(the names of the arguments' cotangents) in the place of these."""
 
-    def function(self, closed, name, remats=(), *, is_outer=False):
+    def function(self, closed, name, remats=(), *, kind="body"):
         whole = jax.extend.core.jaxpr_as_fun(without_constants(closed))
 
         @jax.custom_vjp
