@@ -104,9 +104,9 @@ def test_a_wrong_result_is_named(monkeypatch):
 
     results = Merged.results
 
-    def planted(merged, equation, inputs):
+    def planted(merged, equation, inputs, *given):
         factor = 1.1 if equation.primitive.name == "tanh" else 1.0
-        return [factor * x for x in results(merged, equation, inputs)]
+        return [factor * x for x in results(merged, equation, inputs, *given)]
 
     args = normal(0, D, D), normal(1, 8, D)
     run(coda.fuse(f, check=True), *args)
@@ -128,9 +128,9 @@ def test_a_fused_function_inside_is_no_measure_of_itself(monkeypatch):
     run(checked_step(), *args)
     results = Merged.results
 
-    def planted(merged, equation, inputs):
+    def planted(merged, equation, inputs, *given):
         factor = 1.1 if equation.primitive.name == "tanh" else 1.0
-        return [factor * x for x in results(merged, equation, inputs)]
+        return [factor * x for x in results(merged, equation, inputs, *given)]
 
     monkeypatch.setattr(Merged, "results", planted)
     with pytest.raises(Exception, match=r"result\[1\] by \d.\de-01"):
