@@ -171,3 +171,37 @@ def test_products_bound_by_memory():
     jitted = jax.jit(coda.gemm)
     again = change(lambda x, y, v: (jitted(x, v), jitted(y, v)), array(64, 64), array(64, 64), array(64, 64))
     assert "join" not in again
+
+
+@pytest.mark.parametrize("door", ["a block", "a fused function"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_a_layer_norm_that_is_a_pass_in_a_block_has_advice(norm, door):
+    """An RMSNorm there has none: it is no pass, or its plan says why."""
+
+    def in_a_block(x, p):
+        for _ in range(2):
+            h = coda.layer_norm(x, p["scale"], p["shift"]) if norm == "layer_norm" else coda.rms_norm(x, p["scale"])
+            x = x + (h @ p["up"]).map(jax.nn.gelu) @ p["down"]
+        return x
+
+    def in_plain_jax(x, p):
+        for _ in range(2):
+            wide = x.astype(jnp.float32)
+            if norm == "layer_norm":
+                wide = wide - wide.mean(axis=-1, keepdims=True)
+            rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+            h = (wide * rstd * p["scale"] + (p["shift"] if norm == "layer_norm" else 0)).astype(x.dtype)
+            x = x + jax.nn.gelu(h @ p["up"]) @ p["down"]
+        return x
+
+    f = coda.block(in_a_block) if door == "a block" else coda.fuse(in_plain_jax)
+    sizes = {"up": (D, F), "down": (F, D), "scale": (D,), "shift": (D,)}
+    p = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in sizes.items()}
+    step = jax.grad(lambda x, p: jnp.mean(jnp.square(f(x, p).astype(jnp.float32))))
+    found = [one for one in coda.explain(step, X, p, platform="cuda").advice if "for LayerNorms" in one.about]
+    if norm == "rms_norm":
+        assert not found
+    else:
+        (one,) = found
+        assert one.about.startswith("2 passes of XLA's") and "test_explain_advice.py:" in one.why
+        assert "An RMSNorm that products alone read is applied behind them" in one.change

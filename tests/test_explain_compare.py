@@ -131,6 +131,47 @@ def test_what_has_no_time_is_said():
     assert cells(found, "attention, calls") == ("2", "1")
 
 
+def test_what_has_no_time_is_named_and_its_like_is_left_out_of_the_other_total():
+    """A product in float32 has none; with that in bfloat16 the other function's total would be of more work."""
+
+    def step(dtype):
+        def function(x, w):
+            h = jnp.tanh(x @ w)
+            return (h.astype(dtype) @ w.astype(dtype)).sum(), h @ w[:, :512]
+
+        return function
+
+    x, w = array(8, 512, 1024), array(1024, 1024)
+    found = coda.compare(step(jnp.float32), step(jnp.bfloat16), x, w)
+    assert cells(found, "no time known") == ("1 product", "-")
+    named = [line for line in str(found).splitlines() if line.startswith("* no time is known")]
+    assert len(named) == 1 and "plain: 1 dot_general, float32[8,512,1024] @ float32[1024,1024] in" in named[0]
+    assert "test_explain_compare.py:" in named[0]
+    plain, ours = found.columns
+    like = ours.products_ms - plain.products_ms  # the one in bfloat16
+    assert like > 0.005
+    (least, _), (ours_least, ours_most) = found._ms_alike
+    assert least == plain.ms[0] and (ours_least, ours_most) == pytest.approx([x - like for x in ours.ms])
+    assert cells(found, "ms in all that has a time in both")[1] == tool._range(found._ms_alike[1])
+    alone = coda.compare(step(jnp.bfloat16), step(jnp.bfloat16), x, w)
+    assert alone._ms_alike == tuple(one.ms for one in alone.columns)
+
+
+def test_attention_counts_where_both_have_a_time_of_it():
+    def attends(attention):
+        return lambda q, w: attention(q, q, q).reshape(*q.shape[:2], -1) @ w
+
+    q, w = array(2, 512, 16, 64), array(1024, 1024)
+    ours = attends(coda.attention)
+    found = coda.compare(attends(jax.nn.dot_product_attention), ours, q, w, device="H100")
+    _, figures = found.columns
+    assert figures.attention_ms > 0 and not figures.untimed_attention
+    assert found._ms_alike[1] == pytest.approx([x - figures.attention_ms for x in figures.ms])
+    assert "plain: 1 calls of jax.nn.dot_product_attention" in str(found)
+    both = coda.compare(ours, ours, q, w, device="H100")
+    assert both._ms_alike == tuple(one.ms for one in both.columns)
+
+
 def test_as_dict():
     found = json.loads(json.dumps(compared().as_dict()))
     assert found["device"] == "NVIDIA H100 80GB HBM3" and found["gib_of_chip"] == 80

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import coda_jax as coda
-from tests.plain_models import layer_norm
+from tests.plain_models import layer_norm, rms_norm
 
 B, T, D, F, VOCABULARY, HEADS = 4, 256, 256, 512, 2048, 4
 DOORS = {
@@ -128,3 +128,63 @@ def test_a_function_that_stays_as_it_is_has_its_reason():
     report = report_of(f, "grad(fuse)")
     why = "between products that are left: its convolutions have ten times the operations of its products"
     assert report.left[why][0] > 0 and why in str(report)
+
+
+def with_mask(h, key):
+    return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0)
+
+
+def rotated(h):
+    h = h.reshape(B, T, HEADS, D // HEADS)
+    angles = jnp.arange(T, dtype=jnp.float32)[:, None, None] * jnp.linspace(1, 0, D // HEADS // 2)
+    a, b = jnp.split(h, 2, axis=-1)
+    c, s = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(h.dtype).reshape(B, T, D)
+
+
+# The last product of each has these words; the arguments are x, two products of it, a vector and a key.
+WORDS = {
+    "bias": lambda x, p, q, v, key: p + v,
+    "gelu": lambda x, p, q, v, key: jax.nn.gelu(p),
+    "bias, gelu": lambda x, p, q, v, key: jax.nn.gelu(p + v, approximate=False),
+    "relu": lambda x, p, q, v, key: jax.nn.relu(p),
+    "bias, relu, square": lambda x, p, q, v, key: jnp.square(jnp.maximum(p + v, 0)),
+    "silu, gate": lambda x, p, q, v, key: jax.nn.silu(p) * q,
+    "sigmoid, gate": lambda x, p, q, v, key: jax.nn.sigmoid(p) * q,
+    "gelu, gate": lambda x, p, q, v, key: jax.nn.gelu(p, approximate=True) * q,
+    "residual": lambda x, p, q, v, key: x + p,
+    "bias, dropout, residual": lambda x, p, q, v, key: x + with_mask(p + v, key),
+    "dropout": lambda x, p, q, v, key: coda.dropout(key, p, 0.1),
+    "residual, rms sum": lambda x, p, q, v, key: rms_norm(x + p, v),
+    "tanh": lambda x, p, q, v, key: jnp.tanh(p),
+    "scale": lambda x, p, q, v, key: p * v,
+    "mask": lambda x, p, q, v, key: jnp.where(jnp.arange(T)[:, None] > jnp.arange(D), p, 0),
+    "rotation of heads": lambda x, p, q, v, key: rotated(p),
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_an_epilogue_has_the_words_of_what_is_in_it(words):
+    def f(w, x, ids, key):
+        uses_q = "gate" in words
+        q = x @ w["q"] if uses_q else None
+        h = WORDS[words](x, x @ w["p"], q, w["scale"], key)
+        return h @ w["p"], h
+
+    weights = {"p": typed(D, D), "q": typed(D, D), "scale": typed(D)}
+    report = coda.fuse.report(f, weights, X, IDS, KEY)
+    (epilogue,) = {one.epilogue for one in report.products if one.epilogue}
+    assert epilogue == tuple(words.split(", "))
+    assert ", ".join(epilogue) in str(report)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("f", REASONS, ids=lambda f: f.__name__)
+def test_a_plan_is_in_words(f, door):
+    """No line of it has the name of one of JAX's primitives that happened to be the last."""
+    plans = "\n".join([*report_of(f, door).backward, *report_of(f, door).fused.blocks])
+    lines = [line.strip() for line in plans.splitlines() if line.strip().startswith("XLA  ")]
+    assert lines
+    assert not any("'" in line or line.endswith(("_in_dim", " lt", "_type", "_n")) for line in lines)
+    called = {attention: "attention", dropout: "random numbers", embedding: "gather", ranked: "ranks along an axis"}
+    assert f not in called or any(called[f] in line for line in lines)

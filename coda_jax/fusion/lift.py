@@ -24,6 +24,7 @@ from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
 from coda_jax.fusion.rows import MARKS
 from coda_jax.fusion.units import CASTS, Unit, Units
+from coda_jax.fusion.words import words_of_call, words_of_map
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.constraint import CONSTRAINTS, constraint_of
@@ -354,7 +355,7 @@ class Lift:
                 known.update(zip(equation.outvars, merged.results(equation, read, rows), strict=True))
             return merged.as_value(result, known[result], rows, shape)
 
-        function.__name__ = equations[-1].primitive.name
+        function.__name__ = words_of_map(equations, self._is_whole_tile, self._drawn)
         flags = dict(zip(inputs, zip(tables, masks, strict=True), strict=True))
         key = structure(equations, inputs, [result], lambda x: (self.rows.of(x), flags.get(x)))
         value = self._shared(key, function, *values, derived=function.__name__)
@@ -370,6 +371,22 @@ class Lift:
             if equation.primitive.name in CONSTRAINTS:
                 self._made_of[equation.outvars[0]].append(value)
         return value
+
+    def _is_whole_tile(self, x: Any) -> bool:
+        """True for a variable with rows and columns both, more than one row."""
+        return self.units.is_tile(x) and not same_size(math.prod(x.aval.shape[: self.rows.of(x)]), 1)
+
+    @functools.cached_property
+    def _drawn(self) -> set[Any]:
+        """The variables that are made of random bits, and of no product."""
+        drawn, behind = set[Any](), set[Any]()
+        for equation in self.jaxpr.eqns:
+            inputs = variables(equation.invars)
+            if equation.primitive.name == "dot_general" or not behind.isdisjoint(inputs):
+                behind |= set(equation.outvars)
+            elif equation.primitive.name == "random_bits" or not drawn.isdisjoint(inputs):
+                drawn |= set(equation.outvars)
+        return drawn
 
     def _shared(self, key: Hashable, f: Callable[..., jax.Array], *inputs: Value, **options: Any) -> Value:
         """A map of f, which is traced once for this key and these types; each time if the key is None."""
@@ -452,7 +469,7 @@ class Lift:
         closed = jax.make_jaxpr(checkpointed)(*map(self._type, inputs))
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
-        call = Call(f"'{equations[-1].primitive.name}'", closed, values, self.main, shapes)
+        call = Call(words_of_call(equations), closed, values, self.main, shapes)
         self._call_answers[call] = {remat: True for remat in answers if policy is None or remat == policy}
         if all(map(is_cheap, equations)):
             self._cheap_calls.add(call)

@@ -33,6 +33,10 @@ _WRITE_PRODUCTS = (
     "Write these lines as a coda.block, or each product as a coda.gemm with what follows it as its epilogue=; "
     "flax_layers has blocks of the usual orders"
 )
+_KEEP_NORM = (
+    "An RMSNorm that products alone read is applied behind them, without a pass; a LayerNorm takes one, for its mean "
+    "and its variance are summed over whole rows first"
+)
 _WORTH_BYTES = 1 << 20
 
 
@@ -127,8 +131,13 @@ def advise(
 def _pass_advice(between: Mapping[Unfused, int]) -> Iterator[Advice]:
     """Advice on passes next to coda_jax's products, and on those between other products, if they are large enough."""
     in_all = sum(one.bytes * count for one, count in between.items())
-    for has_kernels, change in ((True, _JOIN_LAYERS), (False, _WRITE_PRODUCTS)):
-        passes = [(one, count) for one, count in between.items() if one.has_kernels == has_kernels]
+    kinds = ((False, True, _JOIN_LAYERS), (False, False, _WRITE_PRODUCTS), (True, True, _KEEP_NORM))
+    for is_layer_norm, has_kernels, change in kinds:
+        passes = [
+            (one, count)
+            for one, count in between.items()
+            if one.is_layer_norm == is_layer_norm and (one.has_kernels == has_kernels or is_layer_norm)
+        ]
         passes.sort(key=lambda item: -item[0].bytes * item[1])
         large = [(one, count) for one, count in passes if one.bytes * count > max(in_all / 50, _WORTH_BYTES)]
         if not large:
@@ -137,9 +146,10 @@ def _pass_advice(between: Mapping[Unfused, int]) -> Iterator[Advice]:
         told = [f"{_few(one.operation.split('+'), '+')} in {one.source or 'an unknown line'}" for one, _ in large]
         told = list(dict.fromkeys(told))
         megabytes = sum(one.bytes * count for one, count in large) / 1e6
+        of, why = (" for LayerNorms", "") if is_layer_norm else ("", ", for no block has both sides")
         yield Advice(
-            f"{_count(sum(count for _, count in large), 'pass')} of XLA's between {_few(names, ', ')}, forward",
-            f"{megabytes:.0f} MB, for no block has both sides: {_few(told, '; ')}",
+            f"{_count(sum(count for _, count in large), 'pass')} of XLA's{of} between {_few(names, ', ')}, forward",
+            f"{megabytes:.0f} MB{why}: {_few(told, '; ')}",
             change,
         )
 

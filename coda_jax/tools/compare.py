@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from coda_jax.tools.text import columns
 
 Function = Callable[..., Any]
 _GIB = 2**30
+_MOST_NAMED = 4  # products without a time
 # The least and the most of measured over expected milliseconds of the passes of a plain Llama-3-1B's step, unrolled,
 # scanned and with remat, on an H200 and an H100. They are too far apart for a single number.
 PLAIN_PASSES = 0.81, 1.42
@@ -115,6 +117,20 @@ class Comparison:
         """The figures of the plain function, and ours."""
         return _figures(self.plain, self.plain_compiled), _figures(self.ours, self.ours_compiled)
 
+    @property
+    def _ms_alike(self) -> tuple[tuple[float, float] | None, ...]:
+        """The milliseconds of each column, as `Figures.ms`, without what has no time in the other.
+
+        Attention counts if it has a time in both. A product is the other's if it has as many operations.
+        """
+        sides, columns = (self.plain, self.ours), self.columns
+        has_attention = not any(one.untimed_attention for one in columns)
+        found: list[tuple[float, float] | None] = []
+        for side, other, one in zip(sides, reversed(sides), columns, strict=True):
+            left_out = _us_of(side, _flops_without_time(other)) / 1e3 + (0.0 if has_attention else one.attention_ms)
+            found.append(None if one.ms is None else (one.ms[0] - left_out, one.ms[1] - left_out))
+        return tuple(found)
+
     def as_dict(self) -> dict[str, Any]:
         """The figures for a program to read: dicts, lists, strings, numbers and None, as `json.dumps` accepts them.
 
@@ -128,6 +144,7 @@ class Comparison:
 
     def __str__(self) -> str:
         both = self.columns
+        alike = dict(zip(map(id, both), self._ms_alike, strict=True))
         chip = "" if self.gib_of_chip is None else f", of {self.gib_of_chip} that the chip has"
         compiled = any(one.xla_temporaries_gib is not None for one in both)
         rows: list[tuple[str, Callable[[Figures], str]]] = [
@@ -140,7 +157,7 @@ class Comparison:
             ("  ms", lambda x: _range(x.passes_ms)),
             ("attention, calls", lambda x: str(x.attention)),
             ("  ms", lambda x: _short(x.attention_ms) if x.attention > x.untimed_attention else "-"),
-            ("ms in all that have a time", lambda x: _range(x.ms)),
+            ("ms in all that has a time in both", lambda x: _range(alike[id(x)])),
             ("no time known", _untimed),
             ("kept for the backward pass, GiB", lambda x: _short(x.kept_gib)),
             ("arguments, GiB", lambda x: _short(x.arguments_gib)),
@@ -169,6 +186,9 @@ class Comparison:
             "what is kept, as the jaxpr has it, is a part of the temporaries: 0.39 to 1.01 of XLA's in a "
             "Llama-3-1B's steps"
         )
+        for name, explained in (("plain", self.plain), ("ours", self.ours)):
+            if named := _named_without_time(explained):
+                notes.append(f"no time is known, {name}: {named}")
         if any(one.xla_temporaries_gib is None for one in both):
             notes.append("temporaries are estimated from the jaxpr: 0.91 to 1.09 of XLA's in a Llama-3-1B's steps")
         if (devices := max(self.plain.num_devices, self.ours.num_devices)) > 1:
@@ -290,6 +310,52 @@ def _fits(gib: float, chip_gib: int | None, num_devices: int, is_compiled: bool)
 def _untimed(one: Figures) -> str:
     each = [(one.untimed_products, "product"), (one.untimed_attention, "attention call")]
     return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in each if count) or "-"
+
+
+def _products_without_time(explained: Explanation) -> Iterator[tuple[str, int | None, int]]:
+    """The products that have no time: in words, their operations, and how often each is executed."""
+    for product, count in explained.products.items():
+        if product.cost is None or product.cost.us is None:
+            reason = f", in XLA's form: {' '.join(product.reason.split())}" if product.reason else ""
+            flops = None if product.cost is None else product.cost.flops
+            yield f"{product.epilogue}, {product.a} @ {product.b}{reason}", flops, count
+    for one, count in explained.other_products.items():
+        if one.us is None:
+            where = f" in {one.source}" if one.source else ""
+            yield f"{one.operation}, {one.a} @ {one.b}{where}", one.flops, count
+
+
+def _named_without_time(explained: Explanation) -> str:
+    """The products and calls that have no time, the largest first; at most four kinds, and the number of others."""
+    found = sorted(_products_without_time(explained), key=lambda one: -(one[1] or 0) * one[2])
+    each = [f"{count} {text}" for text, _, count in found[:_MOST_NAMED]]
+    rest = sum(count for _, _, count in found[_MOST_NAMED:])
+    calls = sum(explained.attention.values())
+    each += [f"{rest} other products"] if rest else []
+    each += [f"{calls} calls of jax.nn.dot_product_attention"] if calls else []
+    calls = sum(count for one, count in explained.attention_calls.items() if one.us is None)
+    return "; ".join([*each, *([f"{calls} calls of coda.attention"] if calls else [])])
+
+
+def _flops_without_time(explained: Explanation) -> collections.Counter[int]:
+    """The operations of products without a time, and how many products have so many."""
+    counts = collections.Counter[int]()
+    for _, flops, count in _products_without_time(explained):
+        if flops is not None:
+            counts[flops] += count
+    return counts
+
+
+def _us_of(explained: Explanation, flops: collections.Counter[int]) -> float:
+    """The microseconds of as many products with these operations, of those that have a time."""
+    timed = [(x.cost.flops, x.cost.us, n) for x, n in explained.products.items() if x.cost and x.cost.us is not None]
+    timed += [(x.flops, x.us, n) for x, n in explained.other_products.items() if x.flops and x.us is not None]
+    left, total = collections.Counter(flops), 0.0
+    for size, us, count in timed:
+        taken = min(count, left[size])
+        left[size] -= taken
+        total += us * taken
+    return total
 
 
 def _xla_temporaries(one: Figures) -> str:

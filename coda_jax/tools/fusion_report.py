@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -188,11 +188,17 @@ def _products(piece: Piece) -> list[FusedProduct]:
     steps = {step.product: i for i, step in enumerate(plan.steps)}
     for equation, product in piece.lifted.products:
         if isinstance(product, Product):
-            names = () if product not in steps else tuple(dict.fromkeys(map(name_of, made_in(plan, steps[product]))))
+            names = _words(map(name_of, made_in(plan, steps[product]))) if product in steps else ()
             found.append(FusedProduct(piece.name, _line(equation), _shapes(product), names, ""))
         else:
             found.append(FusedProduct(piece.name, _line(equation), _types(equation), (), product))
     return found
+
+
+def _words(names: Iterable[str]) -> tuple[str, ...]:
+    """The words of maps, each once; those that compute nothing left out."""
+    words = dict.fromkeys(word for name in names for word in name.split("+"))
+    return tuple(word for word in words if word not in ("reshape", "cast"))
 
 
 def _backward(piece: Piece) -> str:

@@ -1,4 +1,4 @@
-"""XLA's passes in the forward pass that epilogues of one `coda.block` would fuse, and that are in no block."""
+"""XLA's passes in the forward pass that epilogues of one `coda.block` would fuse, and LayerNorms in blocks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Unfused(NamedTuple):
       between: the products before and after it.
       has_kernels: whether one of these is coda_jax's.
       bytes: read and written.
+      is_layer_norm: whether it is a LayerNorm in a block or a fused function, where an RMSNorm would be no pass.
     """
 
     operation: str
@@ -37,14 +38,15 @@ class Unfused(NamedTuple):
     between: tuple[str, ...]
     has_kernels: bool
     bytes: int
+    is_layer_norm: bool = False
 
 
 def unfused(graph: Graph, passes: Iterable[MadePass]) -> dict[Unfused, int]:
     """The unfused passes in one execution of a graph, with their counts.
 
     Such a pass reads a product's result, or is a norm, and a product or attention reads its result, directly or through
-    other passes. It consists of elementwise operations and sums over rows. A block's own passes are left out, as its
-    plan explains them, and so are passes of the backward pass and after it, such as an optimizer's.
+    other passes. It consists of elementwise operations and sums over rows. A block's own passes are left out but for
+    LayerNorms, as its plan explains them, and so are passes of the backward pass and after it, such as an optimizer's.
     """
     late = _late(graph)
     readers = _read_by(graph, late)
@@ -56,13 +58,16 @@ def unfused(graph: Graph, passes: Iterable[MadePass]) -> dict[Unfused, int]:
         after = frozenset[str]().union(*(readers[array] for array in written))
         between = tuple(sorted(before | kernels.union(OTHERS).intersection(after)))
         has_kernels = not kernels.isdisjoint(between)
-        if not (after and between and _is_local(one, must_be_norm=not before) and late.isdisjoint(written)):
+        is_in_block = any(is_in_a_block(maker.equation) for maker in makers)
+        is_layer_norm = is_in_block and _is_layer_norm(one, makers)
+        is_local = _is_local(one, must_be_norm=not (before or is_layer_norm))
+        if not (after and between and is_local and late.isdisjoint(written)):
             continue
-        if not (has_kernels or _has_products(graph, late)) or any(is_in_a_block(maker.equation) for maker in makers):
+        if not (has_kernels or _has_products(graph, late)) or (is_in_block and not is_layer_norm):
             continue
         source = line_of(makers[-1].equation)
         if source is None or not source.startswith("optax/"):
-            counts[Unfused(one.operation, source, between, has_kernels, one.bytes)] += 1
+            counts[Unfused(one.operation, source, between, has_kernels, one.bytes, is_layer_norm)] += 1
     return dict(counts)
 
 
@@ -70,6 +75,20 @@ def _is_local(one: Pass, *, must_be_norm: bool) -> bool:
     """Whether an epilogue supports all its operations, and it is a norm if it must be one."""
     steps = one.operation.split("+")
     return all(step in OPERATIONS or step in _LOCAL for step in steps) and (not must_be_norm or "rsqrt" in steps)
+
+
+def _is_layer_norm(one: Pass, makers: Sequence[Operation]) -> bool:
+    """Whether it applies a norm, with a difference in it, or in a pass before it: of a mean."""
+    telling = {"sub", "rsqrt"}
+    found = telling.intersection(one.operation.split("+"))
+    open_, seen = list(makers) if found else [], set(makers)
+    while open_:
+        operation = open_.pop()
+        found |= telling & {operation.name}
+        before = {x.maker for x in operation.inputs if x.maker is not None and is_pass(x.maker)} - seen
+        seen |= before
+        open_ += before
+    return found == telling
 
 
 def _has_products(graph: Graph, late: set[Array]) -> bool:
