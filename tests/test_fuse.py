@@ -512,8 +512,8 @@ def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):
     monkeypatch.setattr("coda_jax.fusion.lift._powers", lambda *xs, powers, factor: 1.1 * xs[0])
     monkeypatch.setattr("coda_jax.graph.norm.scaled_backward", lambda u, acc, r, d, inner: (r * d, inner))
 
-    def planted(merged, equation, inputs):
-        return [1.1 * x for x in results(merged, equation, inputs)]
+    def planted(merged, equation, inputs, *given):
+        return [1.1 * x for x in results(merged, equation, inputs, *given)]
 
     from coda_jax.fusion.merged import Merged
 
