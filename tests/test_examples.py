@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
-SHORT = ("custom_epilogue", "finetune", "fsdp", "grpo", "lora", "new_architecture", "packing", "profile_step")
+SHORT = (
+    *("custom_epilogue", "finetune", "fsdp", "fuse_your_model", "grpo", "lora", "new_architecture", "packing"),
+    "profile_step",
+)
 MODELS = ("bert", "vit")
 OPTIONAL = ("matplotlib", "optax", "orbax", "rich", "safetensors")
 
@@ -92,6 +95,17 @@ def test_fsdp():
     assert jax.device_count() > 1
     np.testing.assert_allclose(losses, alone, rtol=1e-4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_fuse_your_model():
+    """The fused steps are the plain ones, and all products but attention's are kernels."""
+    plain, fused, report = example("fuse_your_model")["main"](20)
+    np.testing.assert_allclose(fused, plain, rtol=0.02)
+    assert fused[-1] < 0.5 * fused[0]
+    left = [one for one in report.products if one.reason]
+    assert len(left) == 4 and all("attention" in one.reason for one in left)  # two a layer
+    assert report.fused.totals.passes_bytes < 0.6 * report.plain.totals.passes_bytes
 
 
 @pytest.mark.slow
