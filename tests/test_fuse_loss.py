@@ -294,7 +294,7 @@ def both_doors(f):
     return {"plain": plain, "gradient_of_fused": with_gradients(coda.fuse(f)), "fused_gradient": coda.fuse(plain)}
 
 
-def check_loss(f, x, w, *, operators):
+def check_loss(f, x, w, *, operators, of_gradient=None):
     """Values and gradients are plain JAX's by both doors, and the backward pass keeps no more; in bfloat16 too."""
     found = {name: jax.jit(g)(x, w) for name, g in both_doors(f).items()}
     for name in ("gradient_of_fused", "fused_gradient"):
@@ -314,6 +314,20 @@ def check_loss(f, x, w, *, operators):
     report = coda.fuse.report(f, *narrow)
     assert sorted(name for one in report.products for name in one.epilogue) == sorted(operators)
     assert report.fused.totals.kept_bytes <= report.plain.totals.kept_bytes
+    assert gradient_operators(with_gradients(f), *narrow) == (operators if of_gradient is None else of_gradient)
+
+
+def gradient_operators(f, *args):
+    """The operators of losses in a function that holds their gradients; it moves and keeps less than plain JAX then."""
+    report = coda.fuse.report(f, *args)
+    fused, plain = (one.totals for one in (report.fused, report.plain))
+    names = [name for one in report.products for name in one.epilogue if name in OPERATORS]
+    assert not names or (fused.passes_bytes <= plain.passes_bytes and fused.kept_bytes <= plain.kept_bytes)
+    assert len(names) in (0, len(report.products))  # those of the gradients are parts of it
+    return sorted(set(names))
+
+
+OPERATORS = "linear_cross_entropy", "token_logprobs"
 
 
 @pytest.mark.parametrize("name", PADDINGS)
@@ -510,7 +524,9 @@ def test_capped_logits(name, reduction):
         return jnp.mean(loss) if reduction == "mean" else jnp.sum(loss) ** 2 / jnp.sum(jnp.abs(loss))
 
     operators = ["linear_cross_entropy" if reduction == "mean" else "token_logprobs"]
-    check_loss(f, x, (w, jnp.float32(1.5)), operators=operators)
+    # A cap that is an argument has a gradient too, a sum over all logits, which stay where JAX has derived it.
+    of_gradient = [] if name == "of_an_array" else operators
+    check_loss(f, x, (w, jnp.float32(1.5)), operators=operators, of_gradient=of_gradient)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Logits:
       fill: the number that padding is set to; None where there is none.
       bias: the variable (V,), or (1, ..., V), that is added to each row; None where there is none.
       cap: c of c tanh(z / c), a number or a variable (); None where there is none.
+      bounded: the variables that are its tanh.
       moved: the equations that took some of the rows, or gave these other axes; and the first that says how the logits
         are sharded.
     """
@@ -49,6 +50,7 @@ class Logits:
     fill: float | None = None
     bias: Any = None
     cap: Any = None
+    bounded: frozenset[Any] = frozenset()
     moved: tuple[Equation, ...] = ()
 
     @property
@@ -161,7 +163,8 @@ def _capped(makers: Makers, logits: Logits) -> Iterator[Logits]:
             for product in makers.read_by(bounded, "mul"):
                 cap = _factor(makers, product, bounded)
                 if cap is not None and _are_inverse(scaled, inverse, cap) and _is_same_shape(product, logits):
-                    yield dataclasses.replace(logits, arrays=frozenset(makers.casts(product.outvars[0])), cap=cap)
+                    arrays = frozenset(makers.casts(product.outvars[0]))
+                    yield dataclasses.replace(logits, arrays=arrays, cap=cap, bounded=frozenset(bounded))
 
 
 def _factor(makers: Makers, equation: Equation, arrays: Collection[Any]) -> Any:

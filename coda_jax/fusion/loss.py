@@ -20,7 +20,6 @@ import functools
 import heapq
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from jax.interpreters import partial_eval
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import Makers, among
+from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.jaxprs.evaluate import read
@@ -39,7 +39,6 @@ from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
 
 _LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
-_CLIPPED = frozenset({"CLIP", "PROMISE_IN_BOUNDS"})  # modes of a gather; of the latter JAX defines no result outside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,19 +209,25 @@ def _replaced(closed: core.ClosedJaxpr, order: Sequence[Equation | _Site]) -> co
     return core.ClosedJaxpr(needed, whole.consts)
 
 
-def _arguments(site: _Site, values: dict[Any, Any]) -> tuple[tuple[jax.Array, ...], dict[str, Any], Sequence[Any]]:
+def arguments_of(
+    logits: Logits, labels: Any, values: dict[Any, Any], *, is_clipped: bool
+) -> tuple[tuple[jax.Array, ...], dict[str, Any], tuple[jax.Array, jax.Array]]:
     """The arguments x, w, labels of the head, its options, and which labels are in no column, and which in padding.
 
     Labels are clipped where the loss has them so.
     """
-    logits = site.logits
     x, w, options = logits.factors(values)
-    labels = values[site.labels].reshape(x.shape[:-1])
+    labels = values[labels].reshape(x.shape[:-1])
     known = jnp.clip(labels, 0, logits.columns - 1)
-    options["has_total"] = site.has_total
-    is_clipped = any(isinstance(one, _Pick) and one.outside is None for one in site.reads.values())
     labels = known if is_clipped else labels
     return (x, w, labels), options, (labels != known, known >= logits.vocabulary)
+
+
+def _arguments(site: _Site, values: dict[Any, Any]) -> Any:
+    """`arguments_of` a loss."""
+    is_clipped = any(isinstance(one, _Pick) and one.outside is None for one in site.reads.values())
+    arrays, options, masks = arguments_of(site.logits, site.labels, values, is_clipped=is_clipped)
+    return arrays, {**options, "has_total": site.has_total}, masks
 
 
 def _numbers(site: _Site, stats: Statistics, is_outside: Any, is_padding: Any) -> list[jax.Array]:
@@ -283,27 +288,31 @@ def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
     return [x.astype(aval.dtype).reshape(aval.shape) for x, aval in zip(numbers, types, strict=True)]
 
 
-def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
+def heads(makers: Makers) -> Iterator[Logits]:
+    """The logits that a loss may read: results of products that may be heads, and what becomes of them."""
     for equation in dots_in(makers.jaxpr).values():
         z, dot = result_of(makers, equation)
         if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None:
             continue
         if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
-            for logits in logits_of(makers, equation, z, dot):
-                reads = _reads(makers, logits) if logits.vocabulary >= _LEAST_VOCABULARY else {}
-                if any(isinstance(one, _Pick) for one in reads.values()):
-                    site = _Site(logits, reads)
-                    if site.has_total and logits.fill is not None:
-                        continue  # the sum is that of the padding
-                    may_sum = not site.has_best and _may_sum(logits, sums)
-                    summed = token_sum(makers, list(reads)) if may_sum else None
-                    yield dataclasses.replace(site, sum=summed)
+            yield from (one for one in logits_of(makers, equation, z, dot) if one.vocabulary >= _LEAST_VOCABULARY)
 
 
-def _may_sum(logits: Logits, sums: bool) -> bool:
+def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
+    for logits in heads(makers):
+        reads = _reads(makers, logits)
+        if any(isinstance(one, _Pick) for one in reads.values()):
+            site = _Site(logits, reads)
+            if site.has_total and logits.fill is not None:
+                continue  # the sum is that of the padding
+            is_summed = sums and not site.has_best and may_sum(logits)
+            yield dataclasses.replace(site, sum=token_sum(makers, list(reads)) if is_summed else None)
+
+
+def may_sum(logits: Logits) -> bool:
     """True where the gradient of w, which a sum keeps, is no more than the logits; False for a symbolic size."""
     tokens, width = math.prod(logits.rows), math.prod(logits.dot.matrix_a[1:])
-    return sums and isinstance(tokens, int) and tokens >= width
+    return isinstance(tokens, int) and tokens >= width
 
 
 def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
@@ -328,25 +337,20 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     same = {x: one for x, one in picks.items() if first and one.labels is first.labels}
     of_columns = {x: _Total(True) for x in _sums(makers, logits.arrays)}
     of_columns |= {x: _Total(False) for x in _sums(makers, logprobs)}
-    best = [e for e in makers.read_by(logits.arrays | logprobs, "argmax") if _is_over_last(e)]
+    best = [e for e in makers.read_by(logits.arrays | logprobs, "argmax") if is_over_last(e)]
     reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **of_columns, **{e.outvars[0]: _Best() for e in best}}
     return reads
 
 
 def _sums(makers: Makers, arrays: Collection[Any]) -> list[Any]:
     """The sums of the arrays over their last axis."""
-    return [e.outvars[0] for e in makers.read_by(arrays, "reduce_sum") if _is_over_last(e)]
-
-
-def _is_over_last(equation: Equation) -> bool:
-    """True for a reduction over the last axis."""
-    return tuple(equation.params["axes"]) == (equation.invars[0].aval.ndim - 1,)
+    return [e.outvars[0] for e in makers.read_by(arrays, "reduce_sum") if is_over_last(e)]
 
 
 def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[set[Any]]:
     for exponential in makers.read_by({shifted}, "exp"):
         for total in makers.read_by(makers.casts(exponential.outvars[0]), "reduce_sum"):
-            if _is_over_last(total):
+            if is_over_last(total):
                 yield makers.views(total.outvars[0])
 
 
@@ -382,63 +386,17 @@ def _picked_of(makers: Makers, arrays: Collection[Any], *, is_of_logits: bool) -
     """Variables that are one of the arrays at labels along its last axis."""
     for gather in makers.read_by(arrays, "gather"):
         operand, indices = gather.invars
-        if among(operand, arrays) and _is_along_last(gather) and not isinstance(indices, core.Literal):
+        if among(operand, arrays) and is_along_last(gather) and not isinstance(indices, core.Literal):
             mode = getattr(gather.params["mode"], "name", str(gather.params["mode"]))
             fill = gather.params["fill_value"]
-            if mode in _CLIPPED:
+            if mode in CLIPPED:
                 yield gather.outvars[0], _Pick(indices, None, is_of_logits)
             elif mode == "FILL_OR_DROP":
                 yield gather.outvars[0], _Pick(indices, jnp.nan if fill is None else float(fill), is_of_logits)
     for product in makers.read_by(arrays, "mul"):
         others = [x for x in product.invars if not among(x, arrays)]
         for total in makers.read_by(makers.casts(product.outvars[0]), "reduce_sum") if len(others) == 1 else ():
-            one_hot = _one_hot(makers, others[0])
-            if one_hot is not None and _is_over_last(total):
-                labels, on, off = one_hot
+            hot = one_hot(makers, others[0])
+            if hot is not None and is_over_last(total):
+                labels, on, off = hot
                 yield total.outvars[0], _Pick(labels, 0.0, is_of_logits, on, off)
-
-
-def _one_hot(makers: Makers, x: Any) -> tuple[Any, float, float] | None:
-    """The labels of which a variable has one number along its last axis, that number, and all others there."""
-    maker = makers.maker(x)
-    if maker is None:
-        return None
-    if (name := maker.primitive.name) in ("add", "mul", "sub", "div"):
-        return _scaled_one_hot(makers, maker)
-    if name == "select_n" and len(maker.invars) == 3:
-        mask, *cases = maker.invars
-        found, numbers = _one_hot(makers, mask), [makers.constant(case) for case in cases]
-        return None if found is None or None in numbers else (found[0], numbers[1], numbers[0])  # type: ignore[return-value]
-    if name == "convert_element_type":
-        return _one_hot(makers, maker.invars[0])
-    if name != "eq":
-        return None
-    counts = [y for y in maker.invars if makers.counts_along_last(y, x.aval.ndim)]
-    labels = [y for y in variables(maker.invars) if y.aval.shape[-1:] == (1,)]
-    same_rows = labels and labels[0].aval.shape[:-1] == x.aval.shape[:-1]
-    return (labels[0], 1.0, 0.0) if len(counts) == 1 and same_rows else None
-
-
-def _scaled_one_hot(makers: Makers, equation: Equation) -> tuple[Any, float, float] | None:
-    """`_one_hot` of one that is multiplied with a number, or to which one is added."""
-    left, right = equation.invars
-    name = equation.primitive.name
-    if makers.constant(right) is None and name in ("add", "mul"):
-        left, right = right, left
-    found, number = _one_hot(makers, left), makers.constant(right)
-    if found is None or number is None or not jnp.issubdtype(left.aval.dtype, jnp.floating):
-        return None
-    apply = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}[name]
-    return found[0], apply(found[1], number), apply(found[2], number)
-
-
-def _is_along_last(gather: Equation) -> bool:
-    """True for one element of each row along the last axis."""
-    x, numbers = gather.invars[0].aval, gather.params["dimension_numbers"]
-    last, rows = x.ndim - 1, tuple(range(x.ndim - 1))
-    return (
-        tuple(numbers.operand_batching_dims) == rows == tuple(numbers.start_indices_batching_dims)
-        and tuple(numbers.collapsed_slice_dims) == (last,) == tuple(numbers.start_index_map)
-        and all(size == 1 for size in gather.params["slice_sizes"])
-        and gather.outvars[0].aval.size * x.shape[last] == x.size
-    )

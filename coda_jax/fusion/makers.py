@@ -10,10 +10,12 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
+from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.graph.constraint import is_constraint
+from coda_jax.graph.on_mesh import PVARY
 
-VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"})
+VIEWS = PVARY | {"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"}
 
 
 class Makers:
@@ -80,6 +82,18 @@ class Makers:
             x = source
         return x, is_stopped
 
+    def are_alike(self, x: Any, y: Any, depth: int = 8) -> bool:
+        """True for variables that are one, or made alike of such."""
+        if isinstance(x, core.Literal) or isinstance(y, core.Literal):
+            is_literal = isinstance(x, core.Literal) and isinstance(y, core.Literal) and x.aval == y.aval
+            return is_literal and np.array_equal(x.val, y.val)
+        one, other = self.maker(x), self.maker(y)
+        if x is y or one is None or other is None or not depth:
+            return x is y
+        is_same = one.primitive is other.primitive and str(one.params) == str(other.params) and not one.effects
+        is_one = len(one.outvars) == 1 and len(one.invars) == len(other.invars)
+        return is_same and is_one and all(map(self.are_alike, one.invars, other.invars, [depth - 1] * len(one.invars)))
+
     def scalar(self, x: Any) -> Any:
         """The number, or the variable (), that all elements of an array are; None if they are not known to be one."""
         while not isinstance(x, core.Literal) and x.aval.shape:
@@ -136,10 +150,10 @@ class Makers:
                 found |= set(equation.outvars)
         return found
 
-    def needed(self, known: Iterable[Any]) -> set[int]:
-        """The ids of the equations that are needed where some variables are known."""
+    def needed(self, known: Iterable[Any], also: Iterable[Any] = ()) -> set[int]:
+        """The ids of the equations that are needed where some variables are known, and others are results too."""
         seen, found, open_ = set(known), set[int](), [e for e in self.equations if e.effects]
-        ends = list(variables(self.jaxpr.outvars))
+        ends = [*variables(self.jaxpr.outvars), *also]
         while open_ or ends:
             if open_:
                 equation = open_.pop()
@@ -159,12 +173,20 @@ def among(x: Any, arrays: Collection[Any]) -> bool:
 
 def is_view(equation: Equation) -> bool:
     """True for an equation whose result may be its argument in another shape or by another name."""
-    return equation.primitive.name in VIEWS or asks_sharding(equation) or _takes_the_first(equation)
+    return equation.primitive.name in VIEWS or any(f(equation) for f in (asks_sharding, _takes_the_first, _sums_one))
 
 
 def asks_sharding(equation: Equation) -> bool:
     """True for a constraint that says how an array is sharded, and nothing else of it."""
     return equation.primitive.name == "sharding_constraint" and is_constraint(equation)
+
+
+def _sums_one(equation: Equation) -> bool:
+    """True for a sum over axes of one element, as in derivatives of what was broadcast."""
+    return equation.primitive.name == "reduce_sum" and same_shape(
+        [size for size in equation.invars[0].aval.shape if size != 1],
+        [size for size in equation.outvars[0].aval.shape if size != 1],
+    )
 
 
 def _takes_the_first(equation: Equation) -> bool:

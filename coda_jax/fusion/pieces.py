@@ -19,6 +19,7 @@ from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_
 from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import with_losses
+from coda_jax.fusion.loss_gradient import with_loss_gradients
 from coda_jax.fusion.nested import Function, Nested, has_products
 from coda_jax.fusion.orders import with_rows_first
 from coda_jax.fusion.remat import Remat
@@ -141,7 +142,9 @@ class Pieces:
         """The function of a straight jaxpr."""
         flat, losses = with_rows_first(flat), list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
-            flat, losses = with_losses(flat, sums=kind == "outer")
+            flat, losses = with_loss_gradients(flat)
+            flat, others = with_losses(flat, sums=kind == "outer")
+            losses += others
         if not self.options.is_exact:
             flat = with_centred_sums(flat)
         flat = with_fewer_residuals(flat, arrays)

@@ -1,4 +1,4 @@
-"""Sums over tokens: which function of each token's numbers is summed, as a function of arrays (tokens,)."""
+"""Functions of each token's numbers, and which of them are summed over all tokens, as functions of arrays (tokens,)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,50 @@ from coda_jax.jaxprs.evaluate import read, run
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenSum:
+class TokenFunction:
+    """Elementwise functions of some numbers of each token.
+
+    Attributes:
+      equations: those that make them.
+      others: the variables that are read beside the numbers: floats and bools, of all tokens or one for all.
+    """
+
+    equations: Sequence[Equation]
+    others: Sequence[Any]
+
+    def values(
+        self, seeds: Sequence[Any], numbers: Sequence[jax.Array], others: Sequence[jax.Array]
+    ) -> dict[Any, jax.Array]:
+        """The values of all variables from arrays (tokens,): those of `seeds`, and of `others`.
+
+        Others are float32; a bool is true where it is not 0.
+        """
+        values = {x: y.astype(x.aval.dtype) for x, y in zip(seeds, numbers, strict=True)}
+        bind = bind_on_mesh(*numbers)
+        for x, y in zip(self.others, others, strict=True):
+            values[x] = y != 0 if x.aval.dtype == bool else y.astype(x.aval.dtype)
+        for equation in self.equations:
+            (out,) = equation.outvars
+            if is_view(equation):
+                values[out] = values[equation.invars[0]].astype(out.aval.dtype)
+            else:
+                inputs = [read(values, x) for x in equation.invars]
+                (values[out],) = bind(equation.primitive, inputs, equation.params)
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSum(TokenFunction):
     """The sum over all tokens of an elementwise function of some numbers of each; or several sums, linearly combined.
 
     Attributes:
       result: the variable that is the sum, ().
       sums: those of which the result is made, each with the variable whose sum it is.
-      equations: those that make these variables of each token's numbers.
-      others: what they read beside these: floats and bools, of all tokens or one for all.
       combined: the equations that make the result of several sums.
     """
 
-    result: Any
-    sums: Sequence[tuple[Any, Any]]
-    equations: Sequence[Equation]
-    others: Sequence[Any]
+    result: Any = None
+    sums: Sequence[tuple[Any, Any]] = ()
     combined: Sequence[Equation] = ()
 
     @property
@@ -56,23 +85,10 @@ class TokenSum:
         return weights
 
     def value(self, seeds: Sequence[Any]) -> Callable[..., jax.Array]:
-        """The function of arrays (tokens,): each token's numbers, in the order of `seeds`, `weights`, and `others`.
-
-        Others are float32; a bool is true where it is not 0.
-        """
+        """The function of arrays (tokens,): each token's numbers, in the order of `seeds`, `weights`, and `others`."""
 
         def value(numbers: Sequence[jax.Array], weights: Sequence[jax.Array], others: Sequence[jax.Array]) -> jax.Array:
-            values = {x: y.astype(x.aval.dtype) for x, y in zip(seeds, numbers, strict=True)}
-            bind = bind_on_mesh(*numbers)
-            for x, y in zip(self.others, others, strict=True):
-                values[x] = y != 0 if x.aval.dtype == bool else y.astype(x.aval.dtype)
-            for equation in self.equations:
-                (out,) = equation.outvars
-                if is_view(equation):
-                    values[out] = values[equation.invars[0]].astype(out.aval.dtype)
-                else:
-                    inputs = [read(values, x) for x in equation.invars]
-                    (values[out],) = bind(equation.primitive, inputs, equation.params)
+            values = self.values(seeds, numbers, others)
             summed = [values[x].astype(jnp.float32) for _, x in self.sums]
             if self.combined:
                 summed = [weight * x for weight, x in zip(weights, summed, strict=True)]
@@ -105,9 +121,26 @@ def token_sum(makers: Makers, seeds: Sequence[Any]) -> TokenSum | None:
         return None
     pairs = [(e.outvars[0], e.invars[0]) for e in sums]
     if len(sums) == 1:
-        return TokenSum(pairs[0][0], pairs, equations, list(others))
+        return TokenSum(equations, list(others), pairs[0][0], pairs)
     combination = _combination(makers, [x for x, _ in pairs], behind)
-    return None if combination is None else TokenSum(combination[0], pairs, equations, list(others), combination[1])
+    return None if combination is None else TokenSum(equations, list(others), combination[0], pairs, combination[1])
+
+
+def token_function(makers: Makers, seeds: Sequence[Any]) -> TokenFunction | None:
+    """The results of a jaxpr as functions of each token's numbers; None if one is none."""
+    size, region, equations = seeds[0].aval.size, set(seeds), list[Equation]()
+    behind, others = makers.behind(seeds), dict[Any, None]()
+    for equation in makers.equations:
+        if behind.isdisjoint(variables(equation.invars)):
+            continue
+        if not _is_of_tokens(equation, size):
+            return None
+        region.add(equation.outvars[0])
+        equations.append(equation)
+        others |= dict.fromkeys(variables(equation.invars[:1] if is_view(equation) else equation.invars))
+    others |= dict.fromkeys(variables(makers.jaxpr.outvars))
+    beside = [x for x in others if x not in region]
+    return TokenFunction(equations, beside) if all(_is_beside(x, size) for x in beside) else None
 
 
 def _combination(makers: Makers, sums: Sequence[Any], behind: set[Any]) -> tuple[Any, list[Equation]] | None:
