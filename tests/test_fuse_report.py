@@ -1,8 +1,14 @@
 """`coda.fuse.report`: what stays XLA's, why, and at which line of the program."""
 
+import dataclasses
+import sys
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 import coda_jax as coda
 from tests.plain_models import layer_norm, rms_norm
@@ -188,3 +194,108 @@ def test_a_plan_is_in_words(f, door):
     assert not any("'" in line or line.endswith(("_in_dim", " lt", "_type", "_n")) for line in lines)
     called = {attention: "attention", dropout: "random numbers", embedding: "gather", ranked: "ranks along an axis"}
     assert f not in called or any(called[f] in line for line in lines)
+
+
+@dataclasses.dataclass
+class Module:
+    """A pytree whose leaves are arrays, Python's numbers and functions, as Equinox has them."""
+
+    up: Any
+    down: Any
+    factor: float
+    activation: Any
+
+    def __call__(self, x):
+        factor = self.factor if self.factor > 1 else 1.0  # asks for its value
+        return x + factor * (self.activation(x @ self.up) @ self.down)  # line of Module
+
+
+jax.tree_util.register_dataclass(Module, ["up", "down", "factor", "activation"], [])
+
+
+def squares(module, x):
+    return jnp.mean(jnp.square(module(x).astype(jnp.float32)))
+
+
+def with_arrays(f):
+    """The function, differentiated as by eqx.filter_value_and_grad: by its module's arrays alone."""
+
+    def function(module, x):
+        def of_arrays(up, down):
+            return f(dataclasses.replace(module, up=up, down=down), x)
+
+        return jax.value_and_grad(of_arrays, argnums=(0, 1))(module.up, module.down)
+
+    return function
+
+
+def test_modules_with_numbers_and_functions_are_explained(monkeypatch):
+    """Numbers in modules of Equinox stay numbers, and functions are no arrays."""
+    monkeypatch.setitem(sys.modules, "equinox", types.SimpleNamespace(Module=Module))
+    module = Module(typed(D, F), typed(F, D), 2.0, jax.nn.gelu)
+    report = coda.fuse.report(squares, module, X)
+    assert [one.epilogue for one in report.products] == [("gelu",), ("residual",)] and not report.reason
+    explained = coda.explain(with_arrays(coda.fuse(squares)), module, X, platform="cuda")
+    assert (explained.kernels, explained.others) == (report.fused.kernels - 1, 0)  # without the gradient of x
+    both = coda.compare(with_arrays(squares), with_arrays(coda.fuse(squares)), module, X)
+    assert [one.products for one in both.columns] == [5, 5] and both.columns[1].kernels == 5
+
+
+def test_a_report_leaves_numbers_as_the_function_has_them():
+    """A fused function takes Python's numbers as they are, with or without Equinox."""
+
+    def f(w, x, is_deep, factor):
+        return factor * feed_forward(w, feed_forward(w, x) if is_deep else x)
+
+    report = coda.fuse.report(f, WEIGHTS, X, True, factor=2.0)
+    assert len(report.products) == 4 and not report.reason
+    assert coda.explain(coda.fuse(f), WEIGHTS, X, False, factor=2.0, platform="cuda").kernels == 2
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = jnp.tanh(nn.Dense(F, name="up", dtype=jnp.bfloat16)(x))  # line of Net
+        return x + nn.Dense(D, name="down", dtype=jnp.bfloat16)(h)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_row_has_the_users_line_and_the_modules_path(door):
+    net = Net()
+    parameters = jax.eval_shape(net.init, jax.random.key(0), X)
+    report = coda.fuse.report(DOORS[door](lambda p, x: jnp.mean(jnp.square(net.apply(p, x)))), parameters, X)
+    up = [one for one in report.products if one.line.endswith(", Net/up")]
+    assert up[0].line == f"test_fuse_report.py:{line_of(Net)} (Net.__call__), Net/up"
+    assert {one.line.rpartition(", ")[2] for one in report.products} == {"Net/up", "Net/down"}
+    assert all(line.startswith("test_fuse_report.py:") for _, lines in report.left.values() for line in lines)
+
+
+def test_a_model_of_equinox_is_reported_explained_and_compared():
+    eqx = pytest.importorskip("equinox")
+
+    class Block(eqx.Module):
+        norm: eqx.nn.LayerNorm
+        mlp: eqx.nn.MLP
+        drop: eqx.nn.Dropout
+        factor: float
+
+        def __call__(self, x, key):
+            h = jax.vmap(self.mlp)(jax.vmap(self.norm)(x))  # line of Block
+            return x + self.factor * self.drop(h, key=key) if self.factor > 0 else x
+
+    model = Block(
+        eqx.nn.LayerNorm(D), eqx.nn.MLP(D, D, F, 1, jax.nn.gelu, key=jax.random.key(0)), eqx.nn.Dropout(0.1), 2.0
+    )
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)
+
+    def loss(model, x, key):
+        return jnp.mean(jnp.square(jax.vmap(model)(x, jax.random.split(key, B)).astype(jnp.float32)))
+
+    report = coda.fuse.report(loss, model, X, KEY)
+    assert [one.epilogue for one in report.products] == [("bias", "gelu"), ("bias", "dropout", "residual")]
+    path = f"test_fuse_report.py:{line_of(Block)} (Block.__call__), eqx.nn.MLP/eqx.nn.Linear"
+    assert {one.line for one in report.products} == {path}
+    step = eqx.filter_jit(eqx.filter_value_and_grad(coda.fuse(loss)))
+    assert coda.explain(step, model, X, KEY, platform="cuda").kernels == 6
+    both = coda.compare(eqx.filter_value_and_grad(loss), step, model, X, KEY)
+    assert [one.products for one in both.columns] == [6, 6]

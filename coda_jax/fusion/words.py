@@ -37,6 +37,7 @@ _WORDS = {
     "reduce_min": "row minimum",
     "split": "split columns",
 }
+_OF_VECTORS = {"rsqrt", "reduce_sum", "reduce_max", "reduce_min"}  # words for what has no columns
 _OF_ROTATIONS = {"split columns", "joined columns", "slice", "gate", "scale", "residual", "difference", "row scale"}
 _OF_NOTHING = {
     "mul": "scale",
@@ -150,6 +151,8 @@ class _Words:
             return _name_of_call(equation)
         if name in ("add", "sub", "mul", "div"):
             return self._of_two(name, of)
+        if name not in _OF_VECTORS and not any(map(self._is_tile, equation.outvars)):
+            return ""
         if name in ("max", "min"):
             return "relu" if any(_number(x) == 0 for x in of) else name
         if name == "select_n":

@@ -17,6 +17,8 @@ from jax.extend import core
 from coda_jax.jaxprs.walk import inner_jaxprs
 
 _GIVEN = re.compile(r"\bline (\S+?:\d+(?:, from \S+?:\d+)?)")  # by `at_line_of`
+_TRANSFORMS, _MODULE = re.compile(r"\w+\("), re.compile(r"[A-Za-z_][\w.\[\]]*")
+_OF_JAX = frozenset({"checkpoint", "rematted_computation", "while", "body", "cond", "scan", "closed_call", "shard_map"})
 _CODA = os.path.dirname(os.path.dirname(__file__))
 _LAYERS = os.path.join(os.path.dirname(_CODA), "flax_layers")
 _BLOCK_FOLDERS = tuple(os.path.join(_CODA, room) + os.sep for room in ("graph", "operators"))
@@ -38,6 +40,17 @@ def line_of(equation: core.JaxprEqn, *, with_function: bool = False) -> str | No
       with_function: also names the function that the program's line is in: "train.py:12 (loss)".
     """
     return _given_line(equation) or line_in(equation.source_info.traceback, with_function=with_function)
+
+
+def users_line(line: str) -> str:
+    """The program's part of a line: "train.py:12" of "optax/losses/_regression.py:9, from train.py:12"."""
+    return line.rpartition(", from ")[2]
+
+
+def module_of(equation: core.JaxprEqn) -> str:
+    """The path of the module that made an equation, by name scopes of libraries: "Model/layers_0"; empty for none."""
+    names = _TRANSFORMS.sub("", str(equation.source_info.name_stack)).replace(")", "").split("/")
+    return "/".join(name for name in names if _MODULE.fullmatch(name) and name not in _OF_JAX)
 
 
 def line_in(traceback: Any, *, with_function: bool = False) -> str | None:

@@ -11,6 +11,7 @@ import jax
 from jax.extend import core
 
 from coda_jax.attend.primitive import FORMS
+from coda_jax.fusion.fuse import Fused
 from coda_jax.jaxprs.graph import Graph, graphs_of
 from coda_jax.jaxprs.traced import asked_shardings, needed, traced
 from coda_jax.jaxprs.walk import equations_in
@@ -255,8 +256,14 @@ def explained(
     platform: str | None = None,
     device: str | None = None,
     source: bool = False,
+    *,
+    static_numbers: bool = False,
 ) -> tuple[Explanation, dict[Left, int]]:
-    """`explain`, and why its passes are no kernel's: one for each pass of one reason, line and size, with its count."""
+    """`explain`, and why its passes are no kernel's: one for each pass of one reason, line and size, with its count.
+
+    Args:
+      static_numbers: whether Python's numbers among the arguments stay what they are.
+    """
     if platform not in (None, "cpu", "gpu", "cuda"):
         raise ValueError(f"{platform=}; it must be 'cuda', 'gpu', 'cpu' or None")
     named = None if device is None else device_named(device)
@@ -267,7 +274,7 @@ def explained(
     products, notes = collections.Counter[Product](), collections.Counter[str]()
     blocks, attention_calls = collections.Counter[str](), collections.Counter[AttentionCall]()
     remedies: dict[str, str] = {}
-    trace = traced(function, args, kwargs)
+    trace = traced(function, args, kwargs, static_numbers=static_numbers or isinstance(function, Fused))
     jaxpr = needed(trace)
     calls = Calls(jaxpr)
     calls_of_equations, num_devices = equations_in(jaxpr, (args, kwargs, asked_shardings(function, args, kwargs)))

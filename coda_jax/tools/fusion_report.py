@@ -15,8 +15,9 @@ from coda_jax.fusion.fuse import AUX, Fused, fuse, loss_form, unfused
 from coda_jax.fusion.pieces import Piece
 from coda_jax.graph.describe import described, made_in, name_of
 from coda_jax.graph.values import Product, is_float
-from coda_jax.jaxprs.source_lines import line_of
-from coda_jax.tools.explain import Explanation, explain, explained
+from coda_jax.jaxprs.source_lines import line_of, module_of, users_line
+from coda_jax.jaxprs.traced import of_arrays
+from coda_jax.tools.explain import Explanation, explained
 from coda_jax.tools.left import Left
 from coda_jax.tools.text import columns
 
@@ -33,7 +34,7 @@ class FusedProduct:
     Attributes:
       piece: the piece that it is in: the function, "scan", "cond", "while", "checkpoint", "shard_map",
         "custom_vjp".
-      line: of the user's code.
+      line: of the user's code, and the module or the line of a library that it calls.
       shapes: of its factors, once the axes of rows are one.
       epilogue: the operations that its epilogue does.
       reason: why the product is left as it is; empty if it is not.
@@ -134,7 +135,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """As `coda.fuse.report`."""
     fused = (f if isinstance(f, Fused) else fuse(f)).fresh()
     try:
-        result = jax.eval_shape(fused, *args, **kwargs)
+        function, arrays = of_arrays(fused, args, kwargs, static_numbers=True)
+        result = jax.eval_shape(function, *arrays, **(kwargs if function is fused else {}))
     except Exception:
         if not fused.reason:
             raise
@@ -145,8 +147,8 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     if (form := loss_form(result)) and not any(is_derivative(piece.jaxpr.jaxpr) for piece in pieces):
         plain_function, fused_function = (_with_gradients(g, has_aux=form == AUX) for g in (fused.plain, fused))
     with unfused():
-        plain_explained = explain(plain_function, *args, **kwargs, platform="cuda")
-    fused_explained, left = explained(fused_function, args, kwargs, "cuda")
+        plain_explained, _ = explained(plain_function, args, kwargs, "cuda", static_numbers=True)
+    fused_explained, left = explained(fused_function, args, kwargs, "cuda", static_numbers=True)
     return Report(
         fused.name,
         (*(product for piece in pieces for product in _products(piece)), *kernels),
@@ -209,7 +211,11 @@ def _backward(piece: Piece) -> str:
 
 
 def _line(equation: core.JaxprEqn) -> str:
-    return line_of(equation, with_function=True) or "-"
+    """The program's line, and where it is that of a library, its module, or the library's line."""
+    line = line_of(equation, with_function=True) or "-"
+    library = line.partition(", from ")[0] if ", from " in line else ""
+    named = module_of(equation) or library
+    return f"{users_line(line)}, {named}" if library and named else line
 
 
 def _shapes(product: Product) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from coda_jax.jaxprs.graph import Array, Graph, Operation
-from coda_jax.jaxprs.source_lines import line_of
+from coda_jax.jaxprs.source_lines import line_of, users_line
 from coda_jax.tools.others import OTHERS
 from coda_jax.tools.passes import COLLECTIVES, MadePass, Pass, is_pass
 
@@ -39,7 +39,7 @@ class Left:
 
     Attributes:
       why: why no kernel does it.
-      source: its line, as `line_of` finds it; None if JAX knows none.
+      source: its line in the program; None if JAX knows none.
       product: the line of a product that is left, between which and others the pass stands; else None.
       bytes: read and written.
     """
@@ -58,7 +58,8 @@ def left_in(graph: Graph, passes: Iterable[MadePass]) -> dict[Left, int]:
         product = around.product(makers)
         why = BESIDE if product is not None else _reason(one)
         source = next((line for maker in reversed(makers) if (line := around.line(maker))), None)
-        counts[Left(why, source, None if product is None else line_of(product.equation), one.bytes)] += 1
+        line = None if product is None else line_of(product.equation)
+        counts[Left(why, source and users_line(source), line and users_line(line), one.bytes)] += 1
     return dict(counts)
 
 
