@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import coda_jax as coda
 from tests.plain_models import layer_norm, rms_norm
@@ -194,6 +195,19 @@ def test_a_plan_is_in_words(f, door):
     assert not any("'" in line or line.endswith(("_in_dim", " lt", "_type", "_n")) for line in lines)
     called = {attention: "attention", dropout: "random numbers", embedding: "gather", ranked: "ranks along an axis"}
     assert f not in called or any(called[f] in line for line in lines)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_layer_norm_of_flax_is_named_in_the_plan(door, fast):
+    """Its statistics have lost the axis of columns, and its scale comes with rstd."""
+    norm = nnx.LayerNorm(D, dtype=jnp.bfloat16, use_fast_variance=fast, rngs=nnx.Rngs(0))
+
+    def f(w, x, ids, key):
+        return norm(x) @ w["up"]
+
+    plans = "\n".join(report_of(f, door).backward)
+    assert "layer norm" in plans and "rms norm" not in plans
 
 
 @dataclasses.dataclass

@@ -129,7 +129,8 @@ class _Words:
         word = self._word(equation)
         self.found += [word] if word else []
         tiles = frozenset[Any]().union(*map(self._tiles_of, inputs))
-        self._tiles |= dict.fromkeys(equation.outvars, tiles)
+        # A mean of rows is a vector, whatever it is made of.
+        self._tiles |= {x: tiles if self._is_tile(x) else frozenset() for x in equation.outvars}
         self._makers |= dict.fromkeys(equation.outvars, equation)
 
     def _tiles_of(self, x: Any) -> frozenset[Any]:
@@ -150,7 +151,7 @@ class _Words:
         if name in CALLS | CUSTOM_DERIVATIVES:
             return _name_of_call(equation)
         if name in ("add", "sub", "mul", "div"):
-            return self._of_two(name, of)
+            return self._of_two(name, of, equation.invars)
         if name not in _OF_VECTORS and not any(map(self._is_tile, equation.outvars)):
             return ""
         if name in ("max", "min"):
@@ -167,8 +168,8 @@ class _Words:
             return "power"
         return _WORDS.get(name, name)
 
-    def _of_two(self, name: str, of: Sequence[Any]) -> str:
-        """The word for a sum, a difference, a product or a quotient."""
+    def _of_two(self, name: str, of: Sequence[Any], in_shape: Sequence[Any]) -> str:
+        """The word for a sum, a difference, a product or a quotient; of variables, and of these as they are shaped."""
         first, second = map(self._tiles_of, of)
         if first and second:
             is_apart = first.isdisjoint(second)
@@ -181,7 +182,7 @@ class _Words:
         vector = next((x for x, tiles in zip(of, (first, second), strict=True) if not tiles), None)
         if vector is None or isinstance(vector, core.Literal) or not (first or second) or _size(vector) == 1:
             return ""
-        is_of_rows = vector.aval.shape[-1:] == (1,)
+        is_of_rows = next(x for x, one in zip(in_shape, of, strict=True) if one is vector).aval.shape[-1:] == (1,)
         if name in ("add", "sub"):
             return ("centred" if name == "sub" else "row shift") if is_of_rows else "bias"
         return "row scale" if is_of_rows else "scale"
