@@ -11,6 +11,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, NamedSharding, reshard
 
 import coda_jax as coda
+from coda_jax.fusion import row_losses
 from coda_jax.jaxprs.walk import equations
 from tests import partitioned, plain_models
 from tests.plain_models import loss_of, model, rms_norm
@@ -542,3 +543,38 @@ def test_logits_that_are_changed_may_be_constrained(name, is_tied):
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(w, head, x) for f in (coda.fuse(loss), loss))
     assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5
     assert ("linear_cross_entropy",) in [one.epilogue for one in coda.fuse.report(loss, w, head, x).products]
+
+
+@jax.custom_vjp
+def by_rule(z, labels):
+    return jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * jax.nn.one_hot(labels, z.shape[-1]), axis=-1)
+
+
+def backward_by_rule(kept, d):
+    z, labels = kept
+    return d[..., None] * (jax.nn.softmax(z) - 0.5 * jax.nn.one_hot(labels, z.shape[-1])), None
+
+
+by_rule.defvjp(lambda z, labels: (by_rule(z, labels), (z, labels)), backward_by_rule)
+
+
+def test_a_loss_with_a_rule_is_one_of_chunks_on_each_device(monkeypatch):
+    monkeypatch.setattr(row_losses, "CHUNK_BYTES", 4 * 1024 * 128)
+    labels = jnp.arange(384).reshape(8, 48)
+    w, x = (jnp.sin(jnp.arange(8.0 * size)) for size in (1024, 384))
+    args = w.reshape(8, 1024), x.reshape(8, 48, 8)
+
+    def loss(w, x, is_constrained):
+        z = x @ w
+        z = asked(z, "data", None, "model") if is_constrained else z
+        losses = by_rule(z.astype(jnp.float32), labels)
+        return jnp.mean(asked(losses, "data") if is_constrained else losses)
+
+    def products_of(is_constrained):
+        step = with_gradients(lambda w, x: coda.fuse(loss)(w, x, is_constrained))
+        return [shapes for _, *shapes in partitioned.run(step, args, [()] * 2, data=4)[1]]
+
+    found, expected = (jax.jit(with_gradients(f), static_argnums=2)(*args, True) for f in (coda.fuse(loss), loss))
+    assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5
+    assert [(32, 8), (8, 512)] in products_of(True)  # 128 tokens in four, the vocabulary in two
+    assert [(128, 8), (8, 1024)] in products_of(False)

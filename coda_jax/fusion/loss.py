@@ -32,6 +32,7 @@ from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot
+from coda_jax.fusion.row_losses import RowLoss, row_losses
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.jaxprs.evaluate import read
@@ -99,6 +100,10 @@ class _Site:
         """The variables that it makes."""
         return list(self.reads) if self.sum is None else [self.sum.result]
 
+    def outputs(self, values: dict[Any, Any]) -> list[jax.Array]:
+        """The values of these."""
+        return _logprobs(self, values) if self.sum is None else _sum(self, values)
+
     @property
     def arguments(self) -> list[Any]:
         """The variables that it reads."""
@@ -121,19 +126,27 @@ class _Site:
         return any(isinstance(one, _Best) for one in self.reads.values())
 
 
-def with_losses(closed: core.ClosedJaxpr, *, sums: bool) -> tuple[core.ClosedJaxpr, list[tuple[Equation, str]]]:
+_AnySite = _Site | RowLoss
+
+
+def with_losses(
+    closed: core.ClosedJaxpr, *, sums: bool, rules: bool
+) -> tuple[core.ClosedJaxpr, list[tuple[Equation, str]]]:
     """A straight jaxpr whose losses are calls of the operators, where their logits are then read by nothing.
 
     Args:
       sums: whether a loss that is summed may form its gradients in the forward pass. In a loop each step would keep
         its own, as large as w.
+      rules: whether a loss with a rule of its own is one of chunks: not in a chunk.
 
     Returns:
       The jaxpr, and the products that it lacks, each with the operator that it is part of.
     """
     makers = Makers(closed.jaxpr)
-    sites = list[_Site]()
-    for site in _sites(makers, sums):
+    sites = list[_AnySite]()
+    by_rules = row_losses(makers, _LEAST_VOCABULARY, sums) if rules else ()
+    candidates: list[_AnySite] = [*_sites(makers, sums), *(one for _, one in by_rules if isinstance(one, RowLoss))]
+    for site in candidates:
         if any(site.logits.product is one.logits.product for one in sites):
             continue
         order = _order(makers, [*sites, site])
@@ -145,7 +158,7 @@ def with_losses(closed: core.ClosedJaxpr, *, sums: bool) -> tuple[core.ClosedJax
     return _replaced(closed, order), [(site.logits.product, site.operator) for site in sites]
 
 
-def _order(makers: Makers, sites: Sequence[_Site]) -> list[Equation | _Site] | None:
+def _order(makers: Makers, sites: Sequence[_AnySite]) -> list[Equation | _AnySite] | None:
     """The losses and the equations that are needed beside them, in an order; None if one waits for itself."""
     made = {x: site for site in sites for x in site.results}
     needed: dict[int, Any] = {}
@@ -157,7 +170,7 @@ def _order(makers: Makers, sites: Sequence[_Site]) -> list[Equation | _Site] | N
         if id(one) in needed:
             continue
         needed[id(one)] = one
-        inputs = one.arguments if isinstance(one, _Site) else variables(one.invars)
+        inputs = one.arguments if isinstance(one, _AnySite) else variables(one.invars)
         before = [maker for x in inputs if (maker := made.get(x, makers.maker(x))) is not None]
         waits[id(one)] = set(map(id, before))
         open_ += before
@@ -167,9 +180,9 @@ def _order(makers: Makers, sites: Sequence[_Site]) -> list[Equation | _Site] | N
     return _sorted(needed, waits, {id(one): _place(makers, one) for one in needed.values()})
 
 
-def _place(makers: Makers, one: Equation | _Site) -> int:
+def _place(makers: Makers, one: Equation | _AnySite) -> int:
     """The place where an equation stands; a loss stands where its product does."""
-    return makers.number(one.logits.product if isinstance(one, _Site) else one)
+    return makers.number(one.logits.product if isinstance(one, _AnySite) else one)
 
 
 def _sorted(needed: dict[int, Any], waits: dict[int, set[int]], places: dict[int, int]) -> list[Any] | None:
@@ -192,12 +205,12 @@ def _sorted(needed: dict[int, Any], waits: dict[int, set[int]], places: dict[int
     return order if len(order) == len(needed) else None
 
 
-def _replaced(closed: core.ClosedJaxpr, order: Sequence[Equation | _Site]) -> core.ClosedJaxpr:
+def _replaced(closed: core.ClosedJaxpr, order: Sequence[Equation | _AnySite]) -> core.ClosedJaxpr:
     def function(*arrays: Any) -> list[Any]:
         values = dict(zip(closed.jaxpr.invars, arrays, strict=True))
         for one in order:
-            if isinstance(one, _Site):
-                outputs = at_line(one.logits.product, _logprobs if one.sum is None else _sum, one, values)
+            if isinstance(one, _AnySite):
+                outputs = at_line(one.logits.product, one.outputs, values)
                 values.update(zip(one.results, outputs, strict=True))
             else:
                 outputs = applied(one, [read(values, x) for x in one.invars])

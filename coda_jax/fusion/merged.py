@@ -34,11 +34,13 @@ class Merged:
       counts: how many axes in front are rows, of the variables that have rows.
       is_exact: whether values are rounded to the dtypes of the equations; else floats stay float32.
       rules: of custom_vjp_calls, as in `Rows`.
+      has_derivatives: whether what has a rule keeps it; else it is evaluated as its value, which nobody differentiates.
     """
 
     counts: Mapping[Any, int]
     is_exact: bool
     rules: Mapping[int, RowRule | None] = dataclasses.field(default_factory=dict)
+    has_derivatives: bool = True
 
     def shape(self, x: Any, rows: Any) -> tuple[Any, ...]:
         """The shape of a variable's array: with so many rows as one axis, if it has rows."""
@@ -71,6 +73,8 @@ class Merged:
             return [lax.reshape(x, (x.shape[0], *out.shape[count:]))]
         if name == "transpose":
             return [lax.transpose(x, (0, *(axis - count + 1 for axis in params["permutation"][count:])))]
+        if name == "gather":
+            return [_taken(x, inputs[1], params, out.shape[count:])]
         if name in _REDUCE:
             axes = sorted({max(axis - count + 1, 0) for axis in params["axes"]})
             return [_REDUCE[name](x, axis=tuple(axes))]
@@ -168,28 +172,29 @@ class Merged:
 
     def _by_its_rule(self, equation: Equation, inputs: Sequence[Any], rows: Any) -> Sequence[jax.Array]:
         """A function with a rule, all of whose functions are evaluated on arrays with one axis of rows."""
-        found = self.rules[id(equation)]
-        assert found is not None
-        within = functools.partial(Merged(found.counts, self.is_exact)._evaluated, rows=rows)
-        rule, flags = found.rule, found.rule.is_differentiated
+        own = self.rules[id(equation)]
+        assert own is not None
+        within = functools.partial(Merged(own.counts, self.is_exact)._evaluated, rows=rows)
+        rule, flags = own.rule, own.rule.is_differentiated
 
-        def value(*arrays: jax.Array) -> list[jax.Array]:
-            return within(found.value, arrays)
+        each = zip(equation.invars, inputs, strict=True)
+        given = [self._with_rows(x, jnp.asarray(array), rows) for x, array in each]
+        if not self.has_derivatives:
+            return within(own.value, given)
+        function: Any = jax.custom_vjp(lambda *arrays: within(own.value, arrays))
 
-        def forward(*arrays: jax.Array) -> tuple[list[jax.Array], Any]:
-            result, *kept = within(rule.forward, arrays)
-            return function(*arrays) if rule.is_recursive else [result], (kept, arrays)
+        def forward(*arrays: jax.Array) -> tuple[Sequence[jax.Array], Any]:
+            found, count = within(rule.forward, arrays), len(equation.outvars)
+            return function(*arrays) if rule.is_recursive else found[:count], (found[count:], arrays)
 
-        def backward(kept: Any, cotangents: Sequence[jax.Array]) -> list[jax.Array | None]:
+        def backward(kept: Any, cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
             values, arrays = kept
             found = iter(within(rule.backward, [*values, *cotangents]))
             each = zip(arrays, flags, strict=True)
-            return [jnp.broadcast_to(next(found), x.shape).astype(x.dtype) if flag else None for x, flag in each]
+            return tuple(jnp.broadcast_to(next(found), x.shape).astype(x.dtype) if flag else None for x, flag in each)
 
-        function = jax.custom_vjp(value)
         function.defvjp(forward, backward)
-        each = zip(equation.invars, inputs, strict=True)
-        results: Sequence[jax.Array] = function(*(self._with_rows(x, jnp.asarray(array), rows) for x, array in each))
+        results: Sequence[jax.Array] = function(*given)
         return results
 
     def _with_rows(self, x: Any, array: jax.Array, rows: Any) -> jax.Array:
@@ -224,3 +229,11 @@ class Merged:
             return self._elementwise(equation, arrays)
 
         return lambda *arrays: evaluate(closed.jaxpr, closed.consts, arrays, apply, CALLS | CUSTOM_DERIVATIVES)
+
+
+def _taken(x: jax.Array, indices: jax.Array, params: Mapping[str, Any], shape: Sequence[Any]) -> jax.Array:
+    """One element of each row of x (rows, V), (rows, *shape), as a gather with these parameters takes it."""
+    numbers = lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+    alike = jnp.broadcast_to(indices.reshape(indices.shape[0], 1), (x.shape[0], 1))
+    options = {"mode": params["mode"], "fill_value": params["fill_value"]}
+    return lax.gather(x, alike, numbers, (1, 1), **options).reshape(x.shape[0], *shape)

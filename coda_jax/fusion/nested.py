@@ -198,9 +198,9 @@ def _by_its_rule(fused: Callable[..., Function], equation: Equation, inputs: Seq
         count = len(equation.outvars)
         return outputs[:count], outputs[count:]
 
-    def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         found = iter(fused(rules[0].backward, "custom_vjp backward", of="rule")(*kept, *cotangents))
-        return [next(found) if flag else None for flag in rules[0].is_differentiated]
+        return tuple(next(found) if flag else None for flag in rules[0].is_differentiated)
 
     function = jax.custom_vjp(lambda *xs: list(value(*xs)))
     function.defvjp(forward, backward)

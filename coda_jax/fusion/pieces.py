@@ -143,7 +143,7 @@ class Pieces:
         flat, losses = with_rows_first(flat), list[tuple[Equation, str]]()
         if self.options.chunk_losses and not self.options.is_exact:
             flat, losses = with_loss_gradients(flat)
-            flat, others = with_losses(flat, sums=kind == "outer")
+            flat, others = with_losses(flat, sums=kind == "outer", rules=kind != "rule")
             losses += others
         if not self.options.is_exact:
             flat = with_centred_sums(flat)

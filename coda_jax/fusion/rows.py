@@ -7,6 +7,8 @@ each row alone, forward and backward: the rows of a residual stream are those of
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from jax.extend import core
 
 from coda_jax.fusion.custom import Rule, has_elementwise_derivative, inlined, may_be_opened, opened_rule
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
+from coda_jax.fusion.picks import is_along_last
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.graph.values import is_seen
@@ -55,11 +58,12 @@ class Rows:
 
     Args:
       jaxpr: a straight one.
-      given: counts of its arguments.
+      given: counts of some of its variables, where it becomes no graph.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, given: Mapping[Any, int] | None = None):
         self.counts: dict[Any, int] = dict(given or {})
+        self._alone = _ALONE if given is None else _ALONE | {"gather"}  # of no graph
         self.rules: dict[int, RowRule | None] = {}
         self._elementwise: dict[int, bool] = {}  # functions with a derivative of their own
         self.results, self.absorbed = results_of_dots(jaxpr)
@@ -99,7 +103,7 @@ class Rows:
 
     def _follow(self, equation: Equation) -> None:
         counts = {self.of(x) for x in (*equation.invars, *equation.outvars)} - {0}
-        if len(counts) != 1 or equation.primitive.name not in _ALONE:
+        if len(counts) != 1 or equation.primitive.name not in self._alone:
             return
         (count,) = counts
         if self.is_alone(equation, count):
@@ -113,7 +117,7 @@ class Rows:
     def is_alone(self, equation: Equation, count: int) -> bool:
         """True for an equation whose results have these rows, and each row of them depends on that row alone."""
         name, params = equation.primitive.name, equation.params
-        if name not in _ALONE or (name in CONSTRAINTS and not is_constraint(equation)):
+        if name not in self._alone or (name in CONSTRAINTS and not is_constraint(equation)):
             return False
         rows = rows_of(equation, count, self.counts)
         if rows is None or not all(begins(x.aval.shape, rows) for x in equation.outvars):
@@ -126,6 +130,9 @@ class Rows:
             return all(_is_beside(shape, rows) for shape in shapes)
         if name in CUSTOM_DERIVATIVES:
             return self._has_alone_derivative(equation, rows)
+        if name == "gather":
+            batched = len(params["dimension_numbers"].operand_batching_dims)
+            return is_along_last(equation) and batched == count == equation.invars[0].aval.ndim - 1
         if name == "iota":
             return bool(params["dimension"] >= count)
         if name == "broadcast_in_dim":
@@ -153,7 +160,7 @@ class Rows:
         if equation.effects or equation.primitive.name == "name" or not all(is_seen(x.aval.dtype) for x in every):
             return False
         if not known:
-            return equation.primitive.name in ELEMENTWISE | SHAPES - MARKS
+            return equation.primitive.name in ELEMENTWISE | {"iota"} | SHAPES - MARKS
         if sums_rows(equation, self.counts):
             return True
         rows = rows_of(equation, count, self.counts)
@@ -163,34 +170,42 @@ class Rows:
 
 def _row_rule(equation: Equation, rows: tuple[Any, ...]) -> RowRule | None:
     """The rule of a custom_vjp_call whose arguments have these rows where they begin with them; None for another."""
-    count, counts = len(rows), dict[Any, int]()
+    counts = dict[Any, int]()
     types: list[Any] = [x.aval for x in equation.invars]
-    is_one = len(equation.outvars) == 1 and may_be_opened(equation)
-    if not is_one or any(any(explicit_cuts(x)) for x in types):
-        return None  # a rule need not be linear: two results' cotangents would be given to it together
-
-    def counted(closed: core.ClosedJaxpr, flags: Sequence[bool]) -> list[bool] | None:
-        """Flags of the results that have rows; None for a function that treats not only these."""
-        jaxpr = closed.jaxpr
-        found = Rows(jaxpr, {x: count for x, flag in zip(jaxpr.invars, flags, strict=True) if flag})
-        if closed.consts or not all(found.treats_rows(e, count) for e in jaxpr.eqns):
-            return None
-        counts.update(found.counts)
-        return [bool(found.of(x)) for x in jaxpr.outvars]
-
-    flags = [begins(x.shape, rows) for x in types]
+    results, flags = [True] * len(equation.outvars), [begins(x.shape, rows) for x in types]
+    counted = functools.partial(_counted, counts, len(rows))
+    if not may_be_opened(equation) or any(any(explicit_cuts(x)) for x in types):
+        return None
     value = inlined(core.ClosedJaxpr(*opened(callee(equation))))
-    rule = opened_rule(equation) if counted(value, flags) == [True] else None
-    kept = None if rule is None else counted(rule.forward, flags)
-    if rule is None or kept is None or not kept[0]:
+    rule = opened_rule(equation) if counted(value, flags, results) == results else None
+    kept = None if rule is None else counted(rule.forward, flags, results)
+    if rule is None or kept is None or kept[: len(results)] != results:
         return None
     own = [flag for flag, is_differentiated in zip(flags, rule.is_differentiated, strict=True) if is_differentiated]
-    found = counted(rule.backward, [*kept[1:], True])
-    outs = rule.backward.jaxpr.outvars
-    each = None if found is None else zip(found, own, outs, strict=True)
-    if each is None or not all(has == has_own or isinstance(x, core.Literal) for has, has_own, x in each):
+    found = counted(rule.backward, [*kept[len(results) :], *results], own)
+    return RowRule(value, rule, counts) if found == own else None
+
+
+def _counted(
+    counts: dict[Any, int], count: int, closed: core.ClosedJaxpr, flags: Sequence[bool], of_results: Sequence[bool]
+) -> list[bool] | None:
+    """Flags of the results that have rows; None for a function that does not treat these alone.
+
+    Args:
+      counts: receives those of its variables.
+      count: axes of rows.
+      closed: the function.
+      flags: which arguments have rows.
+      of_results: which of the first results have rows; these may be the same in all.
+    """
+    jaxpr = closed.jaxpr
+    given = [x for x, flag in zip(jaxpr.invars, flags, strict=True) if flag]
+    given += variables(itertools.compress(jaxpr.outvars, of_results))
+    found = Rows(jaxpr, dict.fromkeys(given, count))
+    if closed.consts or not all(found.treats_rows(e, count) for e in jaxpr.eqns):
         return None
-    return RowRule(value, rule, counts)
+    counts.update(found.counts)
+    return [bool(found.of(x)) for x in jaxpr.outvars]
 
 
 def is_table(x: Any, rows: Sequence[Any]) -> bool:

@@ -25,6 +25,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_size
+from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation, is_derivative, variables
 from coda_jax.fusion.rows import MARKS, REDUCTIONS, SHAPES, Rows, sums_rows
 from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
@@ -95,6 +96,8 @@ class Units:
             return "call"
         if equation.primitive.name not in _COPIES and any(is_of_8_bits(x.aval.dtype) for x in equation.outvars):
             return "call"  # it rounds to 8 bits what maps would not
+        if equation.primitive.name in CUSTOM_VJPS and len(equation.outvars) > 1:
+            return "call"  # a rule need not be linear: it is given all results' cotangents together
         counts = {self.rows.of(x) for x in equation.outvars}
         if sums_rows(equation, self.rows.counts):
             return "map"
