@@ -227,6 +227,8 @@ class Lift:
         product.spec_of_a = None if norm is None else norm.constraint
         product.spec = product.out_spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
         product.source = self.jaxpr.eqns[unit.number].source_info.traceback
+        if isinstance(b, nodes.Map) and b.source is None:  # a weight that is transposed or scaled for it
+            b.source = product.source
         self.products[unit.number] = product
         value: Value = product
         if norm is not None:

@@ -117,7 +117,7 @@ class Report:
         large = {why: one for why, one in found.items() if one[0] >= total / 100}
         rows = [(_megabytes(count), f"{why}{_at(lines)}") for why, (count, lines) in large.items()]
         if small := {why: count for why, (count, _) in found.items() if why not in large}:
-            rows.append((_megabytes(sum(small.values())), f"{len(small)} smaller ones: {'; '.join(small)}"))
+            rows.append((_megabytes(sum(small.values())), f"smaller: {'; '.join(small)}"))
         yield from columns(rows, (0,)) if rows else ()
 
 

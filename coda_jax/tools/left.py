@@ -69,7 +69,7 @@ def _reason(one: Pass) -> str:
         if any(name.startswith(tuple(starts)) for name in names):
             return why
     if one.after == ("input",):
-        return "made of arguments alone"
+        return "made of arguments alone, as weights that are cast or scaled"
     if _COPIES.issuperset(names):
         return f"copies: {', '.join(dict.fromkeys(names))}"
     return "elementwise, of arrays that are no product's tiles"
