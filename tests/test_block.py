@@ -454,6 +454,25 @@ def test_check_takes_a_block():
         coda.check(lambda x: x, random(0, M, D))
 
 
+@pytest.mark.parametrize("wrong", ["", "b", "w"])
+def test_check_of_a_gradient_that_is_0_in_truth(wrong):
+    """A LayerNorm takes no notice of a number that is added to a row; its gradient has no relative error."""
+
+    def f(x, p):
+        factor = 1.1 if wrong == "w" else 1.0
+        h = (x @ p["w"]).map(lambda y: 1.0 * y, pullback=lambda out, y, dy: (factor * dy,))
+        add = {} if wrong != "b" else {"pullback": lambda out, y, b, dy: (dy, jnp.sum(dy[:, :1]).reshape(1, 1))}
+        return coda.layer_norm(h.map(jnp.add, p["b"], **add), p["scale"]) @ p["v"]
+
+    p = {"w": random(1, D, D), "v": random(2, D, D), "scale": jnp.ones(D), "b": jnp.ones((1, 1))}
+    x, p = jax.tree.map(lambda y: y.astype(jnp.bfloat16), (8.0 * random(0, 4 * M, D), p))
+    if not wrong:
+        coda.check(coda.block(f), x, p)
+    else:
+        with pytest.raises(AssertionError, match=rf"gradient of argument 1\['{wrong}'\] is off"):
+            coda.check(coda.block(f), x, p)
+
+
 # --- as coda.explain tells it
 
 

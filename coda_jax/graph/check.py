@@ -9,7 +9,8 @@ import jax
 
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.graph.block import Block, is_array
-from coda_jax.graph.judged import names_of_arguments
+from coda_jax.graph.judged import judged, names_of_arguments
+from coda_jax.graph.judged import wrong as wrong_ones
 from coda_jax.graph.stated import Stated, relative_error
 from coda_jax.graph.values import is_float
 
@@ -31,8 +32,9 @@ def check(block: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
 
     Raises:
       TypeError: block is no result of `coda.block`.
-      AssertionError: an error is more than twice the largest that the lines themselves have in the block's dtype; a
-        pullback or an inverse is off by more than 1e-3. The message names them.
+      AssertionError: an error is more than twice the largest that the lines themselves have in the block's dtype; of
+        an array that is 0 in truth, more than roundings of the others' size; a pullback or an inverse is off by more
+        than 1e-3. The message names them.
     """
     if not isinstance(block, Block):
         raise TypeError(f"check: block is {type(block).__name__}; it must be what coda.block returns")
@@ -43,8 +45,12 @@ def check(block: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
     own = _values_and_gradients(block.in_plain_jax(None, []), leaves, tree, numbers)
     fused = _values_and_gradients(block, leaves, tree, numbers)
     errors = _errors(fused, exact)
-    bound = _FACTOR * max(_errors(own, exact).values(), default=0.0) + _FLOOR
-    wrong = {name: error for name, error in errors.items() if not error <= bound}
+    each = [judged(name, fused[name], own[name], x) for name, x in exact.items()]
+    zeros = {one.name for one in each if one.is_zero and one.own}  # in truth; they have no relative error
+    own_errors = (error for name, error in _errors(own, exact).items() if name not in zeros)
+    bound = _FACTOR * max(own_errors, default=0.0) + _FLOOR
+    wrong = {name: error for name, error in errors.items() if name not in zeros and not error <= bound}
+    wrong |= {one.name: errors[one.name] for one in wrong_ones(each) if one.name in zeros}
     for one in stated:
         errors |= (map_errors := one.errors())
         wrong |= {name: error for name, error in map_errors.items() if not error <= _STATED}

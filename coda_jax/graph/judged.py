@@ -36,14 +36,20 @@ class Judged:
     count: int
     rounding: float
 
+    @property
+    def is_zero(self) -> bool:
+        """True for an array of which the function itself has no digit: it is 0 in truth.
+
+        So is the gradient of a key's bias in attention.
+        """
+        return self.own >= 0.5 * self.norm
+
     def bound(self, typical: float) -> float:
         """The largest error that is none of a wrong function; typical: the size of the arrays' elements.
 
-        An array of which the function itself has no digit is 0 in truth, as the gradient of a key's bias in attention:
-        it is judged by the size of the others.
+        An array that is 0 in truth is judged by the size of the others.
         """
-        is_zero = self.own >= 0.5 * self.norm
-        absolute = _ZERO * typical * math.sqrt(self.count) * (self.rounding if is_zero else _eps(np.float32))
+        absolute = _ZERO * typical * math.sqrt(self.count) * (self.rounding if self.is_zero else _eps(np.float32))
         return _FACTOR * self.own + self.rounding * self.norm + absolute
 
     def __str__(self) -> str:
