@@ -122,6 +122,22 @@ def test_passes_of_a_graph_have_the_users_lines_and_profiles_show_them():
     assert f"line test_fuse_report.py:{line_of(f)}" in text
 
 
+def test_a_cast_of_a_product_has_the_products_line():
+    """JAX has traced the library's function that casts for another line before."""
+
+    def f(w, x):
+        h = feed_forward(w, x)
+        z = (h @ w["up"]).astype(jnp.float32)  # line of f_cast
+        return jnp.mean(jax.nn.logsumexp(z, axis=-1)) + jnp.mean(jax.lax.top_k(z, 3)[0])
+
+    report = coda.fuse.report(f, WEIGHTS, X)
+    copied = {one.source for one in report.passes_left if one.kernel == "f_2"}
+    with open(__file__) as file:
+        line = next(i for i, line in enumerate(file, 1) if line.rstrip().endswith("# line of f_cast"))
+    assert copied == {f"test_fuse_report.py:{line}"}
+    assert sum(count for count, _ in report.left.values()) == report.fused.totals.passes_bytes
+
+
 def test_a_function_that_stays_as_it_is_has_its_reason():
     """A piece that is left: its products' reason is that of the passes between them."""
 

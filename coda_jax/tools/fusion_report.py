@@ -14,8 +14,8 @@ from coda_jax.fusion.dots import dots_in, is_derivative
 from coda_jax.fusion.fuse import AUX, Fused, fuse, loss_form, unfused
 from coda_jax.fusion.pieces import Piece
 from coda_jax.graph.describe import described, made_in, name_of
-from coda_jax.graph.values import Product, is_float
-from coda_jax.jaxprs.source_lines import line_of, module_of, users_line
+from coda_jax.graph.values import Product, is_float, source_of
+from coda_jax.jaxprs.source_lines import line_in, line_of, module_of, users_line
 from coda_jax.jaxprs.traced import of_arrays
 from coda_jax.tools.explain import Explanation, explained
 from coda_jax.tools.left import Left
@@ -149,14 +149,15 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     with unfused():
         plain_explained, _ = explained(plain_function, args, kwargs, "cuda", static_numbers=True)
     fused_explained, left = explained(fused_function, args, kwargs, "cuda", static_numbers=True)
+    lifted = [piece for piece in pieces if piece.lifted is not None]
     return Report(
         fused.name,
         (*(product for piece in pieces for product in _products(piece)), *kernels),
-        tuple(_backward(piece) for piece in pieces if piece.lifted is not None and not piece.in_rule),
+        tuple(_backward(piece) for piece in lifted if not piece.in_rule),
         plain_explained,
         fused_explained,
         reason,
-        left,
+        _at_kernels(left, lifted),
     )
 
 
@@ -201,6 +202,21 @@ def _words(names: Iterable[str]) -> tuple[str, ...]:
     """The words of maps, each once; those that compute nothing left out."""
     words = dict.fromkeys(word for name in names for word in name.split("+"))
     return tuple(word for word in words if word not in ("reshape", "cast"))
+
+
+def _at_kernels(left: Mapping[Left, int], pieces: Sequence[Piece]) -> Mapping[Left, int]:
+    """The passes, with the lines of the products whose results they copy, in the place of those of copies."""
+    lines: dict[str, set[str]] = collections.defaultdict(set)
+    for piece in pieces:
+        assert piece.lifted is not None
+        graph = piece.lifted.graph
+        for i, step in enumerate(graph.plan.steps):
+            lines[f"{graph.name}_{i}"] |= {users_line(line)} if (line := line_in(source_of(step.product))) else set()
+    counts = collections.Counter[Left]()
+    for one, count in left.items():
+        found = list(lines.get(one.kernel or "", ()))
+        counts[dataclasses.replace(one, source=found[0]) if len(found) == 1 else one] += count
+    return counts
 
 
 def _backward(piece: Piece) -> str:

@@ -42,12 +42,15 @@ class Left:
       source: its line in the program; None if JAX knows none.
       product: the line of a product that is left, between which and others the pass stands; else None.
       bytes: read and written.
+      kernel: the name of the kernel whose result alone it casts or copies; else None. The library's functions make
+        such passes, and JAX may have traced these for another line.
     """
 
     why: str
     source: str | None
     product: str | None
     bytes: int
+    kernel: str | None = None
 
 
 def left_in(graph: Graph, passes: Iterable[MadePass]) -> dict[Left, int]:
@@ -59,7 +62,9 @@ def left_in(graph: Graph, passes: Iterable[MadePass]) -> dict[Left, int]:
         why = BESIDE if product is not None else _reason(one)
         source = next((line for maker in reversed(makers) if (line := around.line(maker))), None)
         line = None if product is None else line_of(product.equation)
-        counts[Left(why, source and users_line(source), line and users_line(line), one.bytes)] += 1
+        is_copy = len(one.after) == 1 and _COPIES.issuperset(one.operation.split("+"))
+        kernel = one.after[0] if is_copy and not {"input", *OTHERS}.intersection(one.after) else None
+        counts[Left(why, source and users_line(source), line and users_line(line), one.bytes, kernel)] += 1
     return dict(counts)
 
 
