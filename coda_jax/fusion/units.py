@@ -262,6 +262,7 @@ class Units:
                     readers[x], is_cast_read[x] = used, is_read
                     continue
                 is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
+                is_anchor = is_anchor and x not in self._made_again
                 readers[x] = {x} if is_anchor else used
                 if is_anchor and not is_read:
                     candidates[x] = used
@@ -272,6 +273,34 @@ class Units:
                 if len(tiles) <= 1 and any(self._tiles_read(y, anchors) - tiles - {x} for y in used):
                     anchors.remove(x)
         return anchors
+
+    @functools.cached_property
+    def _made_again(self) -> set[Any]:
+        """The tiles that calls read and that are no more than a product of fewer bytes: all readers compute them again.
+
+        As capped logits in float32, of a product in bfloat16: XLA's passes read the product too.
+        """
+        numbered = [(i, e) for i, e in enumerate(self.jaxpr.eqns) if self.kinds[i] == "map"]
+        return {e.outvars[0] for i, e in numbered if self._is_made_again(e, e.outvars[0])}
+
+    def _is_made_again(self, equation: Equation, x: Any) -> bool:
+        if equation.primitive.name in (*REDUCTIONS, *MARKS) or x in self._kept or not self.is_tile(x):
+            return False
+        kinds = {self.kind_of_reader(j) for y in self._casts(x) for j in self.readers[y]}
+        if "call" not in kinds or not kinds <= {"call", "map", "cast"} or x.aval.dtype.itemsize <= self.dtype.itemsize:
+            return False
+        equations, inputs = self._inlined(x, set())
+        tiles = {y for y in map(self.uncast, inputs) if self.is_tile(y)}
+        are_narrow = all(self.maker(y, "product") is not None and y.aval.dtype == self.dtype for y in tiles)
+        return len(tiles) == 1 and are_narrow and not any(e.primitive.name in REDUCTIONS for e in equations)
+
+    def _casts(self, x: Any) -> list[Any]:
+        """The variable, and what it is cast to."""
+        found = [x]
+        for y in found:
+            casts = (self.jaxpr.eqns[j] for j in self.readers[y] if self.kind_of_reader(j) == "cast")
+            found += [cast.outvars[0] for cast in casts]
+        return found
 
     @functools.cached_property
     def _is_derivative(self) -> bool:
@@ -332,10 +361,20 @@ class Units:
         for numbers in self._calls():
             equations = [self.jaxpr.eqns[i] for i in numbers]
             made = dict.fromkeys(x for equation in equations for x in equation.outvars)  # in the equations' order
-            inputs = list(dict.fromkeys(x for e in equations for x in variables(e.invars) if x not in made))
             results = [x for x in made if any(j not in numbers for j in self.readers[x])]
+            equations = self._with_made_again(numbers)
+            made |= dict.fromkeys(x for equation in equations for x in equation.outvars)
+            inputs = list(dict.fromkeys(x for e in equations for x in variables(e.invars) if x not in made))
             units.append(Unit(numbers[0], "call", equations, results, inputs))
         return self._sorted(units)
+
+    def _with_made_again(self, numbers: Sequence[int]) -> list[Equation]:
+        """The equations of a call, with those of the arrays that it computes again."""
+        every = set(numbers)
+        for x in (x for i in numbers for x in variables(self.jaxpr.eqns[i].invars)):
+            if self.uncast(x) in self._made_again:
+                every |= {self.makers[e.outvars[0]] for e in self._inlined(x, self._anchors)[0]}
+        return [self.jaxpr.eqns[i] for i in sorted(every)]
 
     def inlined(self, result: Any) -> tuple[list[Equation], list[Any]]:
         """The equations that compute one value of a map, and the variables that these read of others."""
