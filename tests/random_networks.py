@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.lax import with_sharding_constraint
+from jax.sharding import AxisType
 
 SIZES = [  # rows, width, heads
     *[((12,), 8, 2), ((1,), 8, 1), ((2, 8), 16, 4), ((1, 8), 16, 1), ((8, 8), 8, 2), ((8, 1), 8, 4), ((2, 3, 4), 8, 2)],
@@ -40,8 +42,8 @@ ACTIVATIONS = [
 class Net:
     """Weights by kind, and what a step picks of them."""
 
-    def __init__(self, w, ids, i, j, heads):
-        self.w, self.ids, self.i, self.j, self.heads = w, ids, i, j, heads
+    def __init__(self, w, ids, i, j, heads, fuse):
+        self.w, self.ids, self.i, self.j, self.heads, self.fuse = w, ids, i, j, heads, fuse
 
     def of(self, kind, number=None):
         arrays = self.w[kind]
@@ -362,6 +364,7 @@ STEPS = {
     "number": lambda n, h, z: h * n.of("number") + 1 - z / 3,
     "stopped": lambda n, h, z: h + jax.lax.stop_gradient(z @ n.of("square")),
     "named": lambda n, h, z: checkpoint_name(n.activation(h @ n.of("square")), "hidden"),
+    "named_product": lambda n, h, z: n.activation(checkpoint_name(h @ n.of("square") + n.bias, "product")),
     "sorted": lambda n, h, z: jnp.sort(h, -1) @ n.of("square"),
     "expanded": lambda n, h, z: jnp.squeeze(n.activation(h[..., None, :] * n.scale[:, None][:, 0]), -2),
     "outer": lambda n, h, z: jnp.sum(h[..., :, None] * n.of("square") * z[..., None, :], -2) * 0.3,
@@ -403,6 +406,24 @@ def _while(run, n, h, z):
     return jax.lax.fori_loop(0, 2, body, h)
 
 
+def _by_its_rule(f, i):
+    """A function of arrays and ids whose gradient is a rule's: plain JAX's, with the cotangents clipped."""
+
+    def backward(kept, d):
+        *arrays, ids = kept
+        return *jax.vjp(lambda *xs: f(*xs, ids), *arrays)[1](jnp.clip(d, -0.1 - i, 0.1 + i)), None
+
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda *args: (f(*args), args), backward)
+    return g
+
+
+_POLICY = jax.checkpoint_policies
+POLICIES = [
+    *[None, _POLICY.dots_saveable, _POLICY.save_only_these_names("hidden"), _POLICY.save_only_these_names("product")],
+    *[_POLICY.dots_with_no_batch_dims_saveable, _POLICY.everything_saveable, _POLICY.nothing_saveable],
+    _POLICY.save_from_both_policies(_POLICY.dots_saveable, _POLICY.save_only_these_names("hidden")),
+]
 HOLDERS = {
     "scan": _scan,
     "vmap": _vmap,
@@ -414,11 +435,10 @@ HOLDERS = {
         jnp.int32(n.i % 3), [lambda h: h, lambda h: run(n, n.w, h, z), lambda h: h @ n.of("square")], h
     ),
     "checkpoint": lambda run, n, h, z: jax.checkpoint(
-        lambda w, h, z: run(n, w, h, z),
-        policy=[None, jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names("hidden")][
-            n.i % 3
-        ],
+        lambda w, h, z: run(n, w, h, z), policy=POLICIES[n.i % len(POLICIES)]
     )(n.w, h, z),
+    "fused": lambda run, n, h, z: n.fuse(lambda w, h, z: run(n, w, h, z))(n.w, h, z),
+    "with_a_rule": lambda run, n, h, z: _by_its_rule(lambda w, h, z, ids: run(n, w, h, z, ids), n.i)(n.w, h, z, n.ids),
     "jit": lambda run, n, h, z: jax.jit(lambda w, h, z: run(n, w, h, z))(n.w, h, z),
     "scan_of_checkpoints": lambda run, n, h, z: _scan(
         lambda n, w, h, z: jax.checkpoint(lambda w, h, z: run(n, w, h, z))(w, h, z), n, h, z
@@ -438,7 +458,7 @@ networks = st.fixed_dictionaries(
 )
 
 
-def network(spec, without=frozenset()):
+def network(spec, without=frozenset(), fuse=lambda f: f):
     """The function that a spec describes: of the weights, the input and the ids; its results are several streams."""
     heads = spec["sizes"][2]
 
@@ -447,7 +467,7 @@ def network(spec, without=frozenset()):
         for name, pick, i, j, *inner in steps:
             if name in without:
                 continue
-            n, h, z = Net(w, ids, i, j, heads), streams[-1], streams[pick % len(streams)]
+            n, h, z = Net(w, ids, i, j, heads, fuse), streams[-1], streams[pick % len(streams)]
             if name in STEPS:
                 y = STEPS[name](n, h, z)
             else:
@@ -465,6 +485,111 @@ def network(spec, without=frozenset()):
         return streams[-1], streams[len(streams) // 2], ids + 1
 
     return function
+
+
+# --- losses over a vocabulary
+
+
+def _logprobs(z, labels):
+    return jnp.take_along_axis(jax.nn.log_softmax(z), labels[..., None], -1)[..., 0]
+
+
+def _cross_entropy(z, labels):
+    return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[..., None], -1)[..., 0]
+
+
+def _z_loss(z, labels):
+    lse = jax.nn.logsumexp(z, -1)
+    return lse - jnp.sum(z * jax.nn.one_hot(labels, z.shape[-1]), -1) + 0.01 * lse**2
+
+
+def _smoothed(z, labels):
+    soft = jax.nn.one_hot(labels, z.shape[-1]) * 0.9 + 0.1 / z.shape[-1]
+    return -jnp.sum(soft * jax.nn.log_softmax(z), -1)
+
+
+def _padded(z, labels):
+    return -_logprobs(jnp.where(jnp.arange(z.shape[-1]) < z.shape[-1] - 24, z, -1e9), labels)
+
+
+@jax.custom_vjp
+def _by_rule(z, labels):
+    return _z_loss(z, labels)
+
+
+def _rule(kept, d):
+    z, labels = kept
+    lse = jax.nn.logsumexp(z, -1, keepdims=True)
+    p = jnp.exp(z - lse)
+    return d[..., None] * (p * (1 + 0.02 * lse) - jax.nn.one_hot(labels, z.shape[-1])), None
+
+
+_by_rule.defvjp(lambda z, labels: (_z_loss(z, labels), (z, labels)), _rule)
+
+TOKEN_LOSSES = {
+    "log_softmax": lambda z, labels: -_logprobs(z, labels),
+    "logsumexp": _cross_entropy,
+    "z_loss": _z_loss,
+    "smoothed": _smoothed,
+    "padded": _padded,
+    "capped": lambda z, labels: -_logprobs(3 * jnp.tanh(z / 3), labels),
+    "by_rule": _by_rule,
+    "focal": lambda z, labels: -_logprobs(z, labels) * (1 - jnp.exp(_logprobs(z, labels))),
+}
+SUMS = {
+    "mean": lambda x, labels: x.mean(),
+    "masked": lambda x, labels: jnp.sum(jnp.where(labels > 2, x, 0)) / jnp.maximum(jnp.sum(labels > 2), 1),
+    "weighted": lambda x, labels: jnp.sum(x * (labels + 1)) / jnp.sum(labels + 1),
+    "rows": lambda x, labels: jnp.mean(jnp.exp(-jnp.mean(x, -1))),
+}
+vocabularies = st.fixed_dictionaries(
+    {
+        "loss": st.sampled_from(sorted(TOKEN_LOSSES)),
+        "sum": st.sampled_from(sorted(SUMS)),
+        "bias": st.booleans(),
+        "shifted": st.booleans(),
+        "accuracy": st.booleans(),
+        "constrained": st.booleans(),
+        "rows": st.sampled_from([(2, 9), (12,), (1, 5), (3, 2, 4)]),
+    }
+)
+
+
+def vocabulary_arguments(spec, dtype=jnp.float32):
+    """The weights, an input and labels."""
+    generator = np.random.default_rng(0)
+    shapes = {"square": (16, 16), "head": (16, 1024), "bias": (1024,)}
+    w = {name: jnp.asarray(generator.standard_normal(shape) / 4, dtype) for name, shape in shapes.items()}
+    x = jnp.asarray(generator.standard_normal((*spec["rows"], 16)), dtype)
+    return w, x, jnp.asarray(generator.integers(0, 1000, spec["rows"]), jnp.int32)
+
+
+def vocabulary_loss(spec):
+    """The loss that a spec describes, and an accuracy beside it or nothing."""
+
+    def loss(w, x, labels):
+        z = (jnp.tanh(x @ w["square"]) @ w["head"]).astype(jnp.float32)
+        if spec["bias"]:
+            z = z + w["bias"].astype(jnp.float32)
+        z = constrained(z) if spec["constrained"] else z
+        if spec["shifted"]:
+            z, labels = z[..., :-1, :], labels[..., 1:]
+        each = TOKEN_LOSSES[spec["loss"]](z, labels)
+        beside = jnp.mean(jnp.argmax(z, -1) == labels) if spec["accuracy"] else ()
+        return SUMS[spec["sum"]](each, labels), beside
+
+    return loss
+
+
+def constrained(h):
+    """The rows cut over the first automatic axis of the mesh in use that divides them; else nothing is said."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = [
+        name
+        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+        if kind == AxisType.Auto and h.shape[0] % size == 0
+    ]
+    return with_sharding_constraint(h, jax.P(names[0])) if names else h
 
 
 def loss_of(function):
@@ -527,6 +652,8 @@ BESIDE = {
     "no kernel's": _cast(jnp.float8_e4m3fnuz),
     "arithmetic in 8 bits": lambda w, h, ids: (h.astype(jnp.float8_e5m2) * 2).astype(h.dtype),
     "reduced": _reduced,
+    "constrained": lambda w, h, ids: constrained(h),
+    "constrained hidden": lambda w, h, ids: jax.nn.gelu(constrained(h @ w["square"].astype(h.dtype))),
     "scan": lambda w, h, ids: jax.lax.scan(
         lambda c, s: (jnp.tanh(c @ w["square"].astype(h.dtype) + s.astype(h.dtype)), None), h, w["stack"]
     )[0],

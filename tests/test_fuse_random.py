@@ -24,6 +24,9 @@ from tests.random_networks import (
     loss_of,
     network,
     networks,
+    vocabularies,
+    vocabulary_arguments,
+    vocabulary_loss,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
@@ -58,8 +61,8 @@ DOORS = {
 
 def all_of(spec, without=frozenset()):
     """A function that has the results of all doors, and as the last those of plain JAX."""
-    loss = loss_of(network(spec, without))
-    functions = [*(door(loss) for door in DOORS.values()), with_gradients(loss)]
+    loss = loss_of(network(spec, without, fuse=coda.fuse))
+    functions = [*(door(loss) for door in DOORS.values()), with_gradients(loss_of(network(spec, without)))]
     return lambda *args: [g(*args) for g in functions]
 
 
@@ -129,6 +132,30 @@ def test_a_network_of_several_results_runs_as_it_is_called(spec):
     args, f = arguments(spec), network(spec)
     found, expected = coda.fuse(f)(*args), jax.jit(f)(*args)
     assert largest_error(found, expected) < 10 * BOUND
+
+
+@settings(1)
+@hypothesis.given(networks)
+def test_a_network_keeps_no_more_than_it_did(spec):
+    spec = spec | {"sizes": ((4, 64), 128, 2)}
+    args = arguments(spec, jnp.bfloat16)
+    plain, fused = loss_of(network(spec)), loss_of(network(spec, fuse=coda.fuse))
+    steps = with_gradients(plain), DOORS["grad(fuse)"](fused)
+    kept = [coda.explain(step, *args, platform="cuda").totals.kept_bytes for step in steps]
+    assert kept[1] <= kept[0] + 256  # numbers, and counts of loops
+
+
+@settings(3)
+@hypothesis.given(vocabularies, st.sampled_from(["grad(fuse)", "fuse(grad)"]), st.booleans())
+def test_a_loss_over_a_vocabulary_has_its_value_and_gradient(spec, door, has_mesh):
+    args, loss = vocabulary_arguments(spec), vocabulary_loss(spec)
+    with (
+        jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)))
+        if has_mesh
+        else contextlib.nullcontext()
+    ):
+        found, expected = jax.jit(lambda *args: (DOORS[door](loss)(*args), with_gradients(loss)(*args)))(*args)
+    assert largest_error(found, expected) < BOUND
 
 
 BESIDE_DOORS = {

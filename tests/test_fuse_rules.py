@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import coda_jax as coda
@@ -363,3 +364,29 @@ def test_what_a_policy_keeps_of_a_rule_it_keeps():
     found, plain = (explained(f, *args) for f in (fused, with_gradients(loss)))
     assert found.totals.kept_bytes <= plain.totals.kept_bytes + 2**16
     assert found.kernels + found.others <= plain.kernels + plain.others
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_rule_whose_function_closes_over_numbers_has_its_gradient(dtype):
+    """JAX refuses to differentiate what it closes over; a table of numbers is an argument of the call all the same."""
+    table = np.linspace(0.5, 1.5, 32).astype(np.float32)
+
+    @jax.custom_vjp
+    def scaled(w, h):
+        return (h * table).astype(h.dtype) @ w
+
+    def backward(kept, d):
+        return jax.vjp(lambda w, h: 2 * ((h * table).astype(h.dtype) @ w), *kept)[1](d)
+
+    scaled.defvjp(lambda w, h: (scaled(w, h), (w, h)), backward)
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(scaled(w, jnp.tanh(x @ w)).astype(jnp.float32)))
+
+    generator = np.random.default_rng(0)
+    args = [jnp.asarray(generator.standard_normal(shape) / 4, dtype) for shape in ((32, 32), (2, 8, 32))]
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(*args)
+    for door in (jax.grad(coda.fuse(loss), argnums=(0, 1)), coda.fuse(jax.grad(loss, argnums=(0, 1)))):
+        for found, exact in zip(jax.jit(door)(*args), expected, strict=True):
+            found, exact = (np.asarray(x, np.float32) for x in (found, exact))
+            assert np.linalg.norm(found - exact) < (1e-5 if dtype == jnp.float32 else 0.02) * np.linalg.norm(exact)

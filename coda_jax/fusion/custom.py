@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -39,16 +40,32 @@ class Rule:
 
 
 def rule_of(equation: Equation, types: Sequence[Any]) -> Rule:
-    """The rule of a custom_vjp_call at arguments of these types; it raises what the user's functions raise."""
+    """The rule of a custom_vjp_call at arguments of these types; it raises what the user's functions raise.
+
+    The first arguments may be what the function closes over, which JAX refuses to differentiate. What is
+    differentiated is not known here: their cotangents are NaN.
+    """
+    floats = [i for i, x in enumerate(types) if is_float(x.dtype)]
+    for count in range(len(floats)):
+        try:
+            return _rule_of(equation, types, floats[:count])
+        except Exception as error:
+            if type(error).__name__ != "CustomVJPException":
+                raise
+    return _rule_of(equation, types, floats)
+
+
+def _rule_of(equation: Equation, types: Sequence[Any], refused: Sequence[int]) -> Rule:
     flags, trees = [is_float(x.dtype) for x in types], list[Any]()
+    varies = [flag and i not in refused for i, flag in enumerate(flags)]
 
     def forward(*arrays: Any) -> list[Any]:
         def function(*varied: Any) -> list[Any]:
             given = iter(varied)
-            inputs = [next(given) if flag else x for x, flag in zip(arrays, flags, strict=True)]
+            inputs = [next(given) if flag else x for x, flag in zip(arrays, varies, strict=True)]
             return list(bind(equation.primitive, inputs, equation.params))
 
-        results, pullback = jax.vjp(function, *itertools.compress(arrays, flags))
+        results, pullback = jax.vjp(function, *itertools.compress(arrays, varies))
         kept, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return [*results, *kept]
@@ -58,7 +75,8 @@ def rule_of(equation: Equation, types: Sequence[Any]) -> Rule:
 
     def backward(*arrays: Any) -> list[Any]:
         kept, cotangents = arrays[:-count], arrays[-count:]
-        return list(jax.tree.unflatten(trees[-1], kept)(list(cotangents)))
+        nothing = [jnp.full(types[i].shape, jnp.nan, types[i].dtype) for i in refused]
+        return [*nothing, *jax.tree.unflatten(trees[-1], kept)(list(cotangents))]
 
     results, kept = of_results.out_avals[:count], of_results.out_avals[count:]
     return Rule(of_results, jax.make_jaxpr(backward)(*kept, *results), flags)
