@@ -775,3 +775,63 @@ def test_losses_of_all_forms_over_a_mesh(kind, columns):
         operators = str(jax.make_jaxpr(fused)(*args))
     assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5
     assert "linear_cross_entropy" in operators and "token_logprobs" in operators
+
+
+def cross_entropy(z, labels):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(z, labels))
+
+
+def smoothed_and_padded(z, labels):
+    targets = 0.9 * jax.nn.one_hot(labels, VOCABULARY) + 0.1 / VOCABULARY
+    logprobs = jax.nn.log_softmax(jnp.where(jnp.arange(VOCABULARY) < 1030, z, -1e9))
+    return -jnp.mean(jnp.sum(targets * logprobs, axis=-1))
+
+
+WHOLE = {
+    "returned": (lambda z, y: (cross_entropy(z, y), z), "they are a result"),
+    "top_k": (lambda z, y: (cross_entropy(z, y), jax.lax.top_k(z, 5)[1]), "top_k reads them too: test_fuse_loss.py"),
+    "sorted": (lambda z, y: cross_entropy(jnp.sort(z, axis=-1), y), "sort stands between their product and the exp"),
+    "clipped": (lambda z, y: cross_entropy(jnp.clip(z, -3, 3), y), "stands between their product and the exponentials"),
+    "no_label": (lambda z, y: jnp.mean(jax.nn.logsumexp(z, axis=-1)), "no label's logit is picked of them"),
+    "soft": (lambda z, y: jnp.sum(jnp.sin(z) * jax.nn.log_softmax(z)), "stands between"),
+    "all": (lambda z, y: jnp.max(jax.nn.log_softmax(z)), "no label's logit is picked of their log-probabilities"),
+    "smoothed": (smoothed_and_padded, "labels are smoothed over a padded vocabulary"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_report_says_why_logits_stay_whole(name):
+    (w, x, labels), (loss, reason) = arguments(), WHOLE[name]
+    report = coda.fuse.report(lambda w, x: loss(jnp.float32(x @ w["head"]), labels), w, x)
+    (found,) = report.logits
+    assert reason in found.reason and "test_fuse_loss.py" in found.line
+    assert found.bytes == 4 * VOCABULARY * labels.size
+    assert found.reason in str(report) and "logits that stay whole" in str(report)
+
+
+def test_why_other_logits_stay_whole():
+    w, x, labels = arguments()
+
+    def loss(w, x):
+        return cross_entropy(x @ w["head"], labels)
+
+    def reasons(f):
+        return [one.reason for one in coda.fuse.report(f, w, x).logits]
+
+    def precise(w, x):
+        return cross_entropy(jnp.matmul(x, w["head"], precision="highest"), labels)
+
+    assert reasons(coda.fuse(loss)) == []
+    assert reasons(coda.fuse(loss, exact=True)) == ["exact=True"]
+    assert reasons(coda.fuse(loss, chunk_losses=False)) == ["chunk_losses=False"]
+    assert "precision" in reasons(precise)[0]
+
+
+def test_logits_that_stay_whole_come_by_their_size():
+    w, x, labels = arguments()
+
+    def loss(w, x):
+        first = jax.nn.logsumexp(jnp.sort(x[:, :8] @ w["head"], axis=-1), axis=-1)
+        return jnp.sum(first) + jnp.mean(jax.nn.logsumexp(jnp.sort(x @ w["head"], axis=-1), axis=-1))
+
+    assert [one.bytes // (4 * VOCABULARY) for one in coda.fuse.report(loss, w, x).logits] == [labels.size, 8 * len(x)]

@@ -247,3 +247,19 @@ def test_its_second_derivative_is_that_of_the_rule():
 
     args, f = arguments(), of_head(not_summed)
     assert largest_error(second(coda.fuse(f), args), second(f, args)) < 1e-4
+
+
+STAYS = {
+    "top_k": (lambda z, y, m: (plain(z, y, m), jax.lax.top_k(z, 3)[0]), "top_k reads them, which does not treat each"),
+    "returned": (lambda z, y, m: (plain(z, y, m), z), "they are a result"),
+    "over_tokens": (lambda z, y, m: plain(jnp.cumsum(z, axis=1), y, m), "cumsum reads them"),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_logits_that_are_read_otherwise_stay_whole(name):
+    args, (loss, reason) = arguments(), STAYS[name]
+    f = of_head(loss)
+    assert largest_error(jax.jit(coda.fuse(f))(*args), jax.jit(f)(*args)) < 1e-5
+    (found,) = coda.fuse.report(f, *args).logits
+    assert reason in found.reason and found.bytes == 4 * VOCABULARY * args[2].size

@@ -39,7 +39,7 @@ from coda_jax.jaxprs.evaluate import read
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
 
-_LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
+LEAST_VOCABULARY = 1024  # with fewer columns an array of logits is no larger than others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def with_losses(
     """
     makers = Makers(closed.jaxpr)
     sites = list[_AnySite]()
-    by_rules = row_losses(makers, _LEAST_VOCABULARY, sums) if rules else ()
+    by_rules = row_losses(makers, LEAST_VOCABULARY, sums) if rules else ()
     candidates: list[_AnySite] = [*_sites(makers, sums), *(one for _, one in by_rules if isinstance(one, RowLoss))]
     for site in candidates:
         if any(site.logits.product is one.logits.product for one in sites):
@@ -307,8 +307,8 @@ def heads(makers: Makers) -> Iterator[Logits]:
         z, dot = result_of(makers, equation)
         if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None:
             continue
-        if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= _LEAST_VOCABULARY:
-            yield from (one for one in logits_of(makers, equation, z, dot) if one.vocabulary >= _LEAST_VOCABULARY)
+        if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= LEAST_VOCABULARY:
+            yield from (one for one in logits_of(makers, equation, z, dot) if one.vocabulary >= LEAST_VOCABULARY)
 
 
 def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
@@ -413,3 +413,30 @@ def _picked_of(makers: Makers, arrays: Collection[Any], *, is_of_logits: bool) -
             if hot is not None and is_over_last(total):
                 labels, on, off = hot
                 yield total.outvars[0], _Pick(labels, 0.0, is_of_logits, on, off)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """The parts that are seen of a product's loss.
+
+    Attributes:
+      has_numbers: whether a log-sum-exp or a log-probability is.
+      has_label: whether a label's logit is.
+      is_smoothed: whether a sum over columns is that of a padded vocabulary.
+      needed: the equations that are needed beside it; None if one waits for the loss itself.
+    """
+
+    has_numbers: bool
+    has_label: bool
+    is_smoothed: bool
+    needed: list[Equation] | None
+
+
+def seen_of(makers: Makers, logits: Sequence[Logits]) -> Seen:
+    """The parts that are seen of a loss, by the logits that a product becomes step by step."""
+    sites = [_Site(one, reads) for one in logits if (reads := _reads(makers, one))]
+    with_label = [site for site in sites if any(isinstance(one, _Pick) for one in site.reads.values())]
+    is_smoothed = any(site.has_total and site.logits.fill is not None for site in with_label)
+    order = _order(makers, with_label[-1:]) if with_label else None
+    needed = None if order is None else [one for one in order if not isinstance(one, _AnySite)]
+    return Seen(bool(sites), bool(with_label), is_smoothed, needed)

@@ -56,6 +56,19 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Losses:
+    """The losses over a vocabulary in a piece.
+
+    Attributes:
+      source: its equations as they were written.
+      taken: the products that became part of a loss, and the operators that these are.
+    """
+
+    source: core.ClosedJaxpr
+    taken: Sequence[tuple[Equation, str]] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
     """A straight function: the function itself, a loop's body, a branch, what a checkpoint holds.
 
@@ -65,7 +78,7 @@ class Piece:
       reason: why it stays.
       jaxpr: its equations.
       nested: runs those that hold jaxprs of their own, which are pieces too.
-      losses: the products that became part of a loss over a vocabulary, and the operators that these are.
+      losses: those over a vocabulary.
       in_rule: whether it is a function of a custom_vjp, which nobody differentiates.
     """
 
@@ -74,7 +87,7 @@ class Piece:
     reason: str
     jaxpr: core.ClosedJaxpr
     nested: Nested
-    losses: Sequence[tuple[Equation, str]]
+    losses: Losses
     in_rule: bool = False
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
@@ -140,11 +153,12 @@ class Pieces:
         self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
     ) -> Function:
         """The function of a straight jaxpr."""
-        flat, losses = with_rows_first(flat), list[tuple[Equation, str]]()
+        flat = with_rows_first(flat)
+        losses = Losses(flat)
         if self.options.chunk_losses and not self.options.is_exact:
-            flat, losses = with_loss_gradients(flat)
-            flat, others = with_losses(flat, sums=kind == "outer", rules=kind != "rule")
-            losses += others
+            flat, beside = with_loss_gradients(flat)
+            flat, taken = with_losses(flat, sums=kind == "outer", rules=kind != "rule")
+            losses = dataclasses.replace(losses, taken=[*beside, *taken])
         if not self.options.is_exact:
             flat = with_centred_sums(flat)
         flat = with_fewer_residuals(flat, arrays)
@@ -159,7 +173,7 @@ class Pieces:
         flat: core.ClosedJaxpr,
         name: str,
         arrays: Sequence[Any],
-        losses: Sequence[tuple[Equation, str]],
+        losses: Losses,
         remats: Sequence[Remat],
         kind: str,
     ) -> Function:

@@ -12,7 +12,8 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import dots_in, is_derivative
 from coda_jax.fusion.fuse import AUX, Fused, fuse, loss_form, unfused
-from coda_jax.fusion.pieces import Piece
+from coda_jax.fusion.pieces import Options, Piece
+from coda_jax.fusion.whole_logits import WholeLogits, whole_logits
 from coda_jax.graph.describe import described, made_in, name_of
 from coda_jax.graph.values import Product, is_float, source_of
 from coda_jax.jaxprs.source_lines import line_in, line_of, module_of, users_line
@@ -58,6 +59,7 @@ class Report:
       plain, fused: what `coda.explain` says of both; None of a function that asks for the value of an array.
       reason: why the function runs as it is; empty if it does not.
       passes_left: the passes that stay XLA's, with why, and how often each runs.
+      logits: those of losses over a vocabulary that stay whole, the largest first, and why.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Report:
     fused: Explanation | None
     reason: str = ""
     passes_left: Mapping[Left, int] = dataclasses.field(default_factory=dict)
+    logits: tuple[WholeLogits, ...] = ()
 
     def __str__(self) -> str:
         if self.reason or self.plain is None or self.fused is None:
@@ -90,6 +93,9 @@ class Report:
                 (1,),
             ),
         ]
+        whole = [("logits that stay whole", "line", "why")]
+        whole += [(f"{one.bytes / 1e6:.0f} MB", one.line, one.reason) for one in self.logits]
+        lines += ["", *columns(whole, ())] if self.logits else []
         return "\n".join([*lines, *(f"\n{text}" for text in self.backward), "", *self._last_lines()])
 
     @property
@@ -158,6 +164,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         fused_explained,
         reason,
         _at_kernels(left, lifted),
+        tuple(sorted((x for piece in pieces for x in _whole(piece, fused.options)), key=lambda x: -x.bytes)),
     )
 
 
@@ -183,7 +190,7 @@ def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., An
 
 
 def _products(piece: Piece) -> list[FusedProduct]:
-    found = [FusedProduct(piece.name, _line(x), _types(x), (operator,), "") for x, operator in piece.losses]
+    found = [FusedProduct(piece.name, _line(x), _types(x), (operator,), "") for x, operator in piece.losses.taken]
     if piece.lifted is None:
         dots = dots_in(piece.jaxpr.jaxpr).values()
         return [*found, *(FusedProduct(piece.name, _line(x), _types(x), (), piece.reason) for x in dots)]
@@ -217,6 +224,13 @@ def _at_kernels(left: Mapping[Left, int], pieces: Sequence[Piece]) -> Mapping[Le
         found = list(lines.get(one.kernel or "", ()))
         counts[dataclasses.replace(one, source=found[0]) if len(found) == 1 else one] += count
     return counts
+
+
+def _whole(piece: Piece, options: Options) -> list[WholeLogits]:
+    taken = [x for x, _ in piece.losses.taken]
+    if piece.in_rule:  # the logits of a chunk
+        return []
+    return whole_logits(piece.losses.source, taken, is_exact=options.is_exact, chunk_losses=options.chunk_losses)
 
 
 def _backward(piece: Piece) -> str:
