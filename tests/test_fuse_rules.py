@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from coda_jax.fusion.merged import Merged
 from tests import plain_models
 from tests.test_fuse import DOORS, counts, largest_error, loss_of, with_gradients
 
@@ -183,6 +184,31 @@ def test_the_derivative_of_a_rule_is_that_of_its_functions():
         return jax.grad(lambda w: jnp.sum(jnp.sin(gradient(w, x))))(w)
 
     assert largest_error(second(coda.fuse(f)), second(f)) < 2e-5
+
+
+def scaled(factor):
+    return with_rule(lambda _, d: (factor * d,), lambda x: (jnp.tanh(x), None))(jnp.tanh)
+
+
+def test_equal_layers_have_one_rule_and_others_their_own(monkeypatch):
+    calls, original = [], Merged._by_its_rule
+    monkeypatch.setattr(Merged, "_by_its_rule", lambda self, *args: calls.append(1) or original(self, *args))
+
+    def layers(*factors):
+        def f(w, x):
+            for factor in factors:
+                x = x + scaled(factor)(x @ w["up"]) @ w["down"]
+            return x
+
+        return loss_of(f)
+
+    def traced(loss):
+        calls.clear()
+        found, expected = (jax.grad(f)(*arguments()) for f in (coda.fuse(loss), loss))
+        assert largest_error(found, expected) < 2e-5
+        return len(calls)
+
+    assert traced(layers(2.0, 2.0, 2.0)) == traced(layers(2.0, 2.0)) < traced(layers(2.0, 3.0))
 
 
 @pytest.mark.parametrize("transformation", ["scan", "checkpoint", "vmap", "jit"])

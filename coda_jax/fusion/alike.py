@@ -13,7 +13,11 @@ from coda_jax.fusion.dots import Equation
 
 
 def structure(
-    equations: Sequence[Equation], inputs: Sequence[Any], results: Sequence[Any], property_of: Callable[[Any], Hashable]
+    equations: Sequence[Equation],
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    property_of: Callable[[Any], Hashable],
+    params_of: Callable[[Equation], Hashable],
 ) -> Hashable:
     """A key that is equal for equations that compute the same of arrays of the same types.
 
@@ -22,6 +26,7 @@ def structure(
       inputs: the variables that they read and do not make.
       results: the variables that are asked for.
       property_of: what else variables must have in common.
+      params_of: what equations must have in common beside their primitives, as `own_params`.
 
     Returns:
       The key; None if a parameter of an equation cannot be compared.
@@ -38,14 +43,18 @@ def structure(
     key: list[Hashable] = [tuple(map(added, inputs))]
     for equation in equations:
         read = tuple(map(atom, equation.invars))
-        params = tuple(sorted(equation.params.items(), key=operator.itemgetter(0)))
-        key.append((equation.primitive, params, read, tuple(map(added, equation.outvars))))
+        key.append((equation.primitive, params_of(equation), read, tuple(map(added, equation.outvars))))
     key.append(tuple(map(atom, results)))
     try:
         hash(tuple(key))
     except TypeError:
         return None
     return tuple(key)
+
+
+def own_params(equation: Equation) -> Hashable:
+    """The parameters of an equation, in order."""
+    return tuple(sorted(equation.params.items(), key=operator.itemgetter(0)))
 
 
 def _literal(x: Any) -> Hashable:

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.alike import structure
+from coda_jax.fusion.alike import own_params, structure
 from coda_jax.fusion.defer import Deferred, deferred, saves_bytes
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.merged import Merged
@@ -359,7 +359,7 @@ class Lift:
 
         function.__name__ = words_of_map(equations, self._is_whole_tile, self._drawn)
         flags = dict(zip(inputs, zip(tables, masks, strict=True), strict=True))
-        key = structure(equations, inputs, [result], lambda x: (self.rows.of(x), flags.get(x)))
+        key = structure(equations, inputs, [result], lambda x: (self.rows.of(x), flags.get(x)), self._params_of)
         value = self._shared(key, function, *values, derived=function.__name__)
         if value not in values:
             value.source = equations[-1].source_info.traceback
@@ -389,6 +389,11 @@ class Lift:
             elif equation.primitive.name == "random_bits" or not drawn.isdisjoint(inputs):
                 drawn |= set(equation.outvars)
         return drawn
+
+    def _params_of(self, equation: Equation) -> Hashable:
+        """The parameters of a map's equation, or its rule as text, whose functions are others in each layer."""
+        rule = self.rows.rules.get(id(equation))
+        return own_params(equation) if rule is None else rule.text
 
     def _shared(self, key: Hashable, f: Callable[..., jax.Array], *inputs: Value, **options: Any) -> Value:
         """A map of f, which is traced once for this key and these types; each time if the key is None."""

@@ -44,6 +44,11 @@ class RowRule:
     rule: Rule
     counts: Mapping[Any, int]
 
+    @functools.cached_property
+    def text(self) -> tuple[str, ...]:
+        """The functions as text: two rules that have the same are alike."""
+        return tuple(str(one) for one in (self.value, self.rule.forward, self.rule.backward, self.rule.is_recursive))
+
 
 class Rows:
     """How many axes in front of each variable are rows.

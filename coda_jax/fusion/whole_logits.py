@@ -15,7 +15,7 @@ from coda_jax.fusion.logits import logits_of, result_of
 from coda_jax.fusion.loss import LEAST_VOCABULARY, seen_of
 from coda_jax.fusion.makers import Makers, among, is_over_last
 from coda_jax.fusion.row_losses import row_losses
-from coda_jax.jaxprs.source_lines import line_of
+from coda_jax.fusion.straight import line_of
 
 _OF_A_LOG_SUM_EXP = frozenset({"sub", "exp", "reduce_max", "reduce_sum", "stop_gradient"})
 
