@@ -249,6 +249,22 @@ def test_its_second_derivative_is_that_of_the_rule():
     assert largest_error(second(coda.fuse(f), args), second(f, args)) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_loss_of_a_sure_token_is_0(dtype, small_chunks):
+    """Logits that are summed are rounded as the label's logit is, or they would not cancel."""
+    w, x, *_ = arguments(dtype)
+
+    def f(w, x):
+        z = (x @ w).astype(jnp.float32)
+        best = jax.lax.stop_gradient(jnp.argmax(x @ w, axis=-1))
+        return cross_entropy(z, targets_of(best), 0.0)[0]
+
+    x = (40 * x).astype(dtype)
+    found, expected = (np.asarray(jax.jit(g)(w, x)) for g in (coda.fuse(f), f))
+    assert np.sum(expected < 1e-3) > 10
+    assert np.abs(found - expected).max() < 1e-4
+
+
 STAYS = {
     "top_k": (lambda z, y, m: (plain(z, y, m), jax.lax.top_k(z, 3)[0]), "top_k reads them, which does not treat each"),
     "returned": (lambda z, y, m: (plain(z, y, m), z), "they are a result"),

@@ -57,7 +57,8 @@ class Product:
         asked = [name for name in sums if name in names]
 
         def logits(acc: jax.Array) -> list[jax.Array]:
-            return [acc, *(sums[name](acc) for name in asked)]
+            z = acc.astype(self.dtype).astype(jnp.float32)  # the sums are those of the logits that are stored
+            return [z, *(sums[name](z) for name in asked)]
 
         dtypes = [self.dtype, *[jnp.float32] * len(asked)]
         z, *rows = multiply(
