@@ -13,7 +13,8 @@ from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative, variables
 from coda_jax.fusion.logits import logits_of, result_of
 from coda_jax.fusion.loss import LEAST_VOCABULARY, seen_of
-from coda_jax.fusion.makers import Makers, among, is_over_last
+from coda_jax.fusion.makers import Makers, among
+from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.row_losses import row_losses
 from coda_jax.fusion.straight import line_of
 
