@@ -18,8 +18,9 @@ from coda_jax.jaxprs.walk import equations
 
 
 def kept_by_graph(graph: Graph) -> int:
-    """The bytes that the derivative of a graph keeps, for all leaves."""
-    kept = graph.derivative().kept
+    """The bytes that the derivative of a graph keeps, for all leaves; in a checkpoint those that policies keep."""
+    derivative = graph.derivative()
+    kept = derivative.kept if graph.answers is None else derivative.named
     return sum(math.prod(x.shape) * x.stored_as(graph.dtype).itemsize for x in kept)
 
 

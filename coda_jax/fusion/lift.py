@@ -23,6 +23,7 @@ from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
 from coda_jax.fusion.rows import MARKS
+from coda_jax.fusion.straight import CHECKPOINTS
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.fusion.words import words_of_call, words_of_map
 from coda_jax.graph import values as nodes
@@ -34,7 +35,7 @@ from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Leaf, Product, Value, is_seen, mapped
-from coda_jax.jaxprs.walk import inner_jaxprs
+from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_sharding, vary
 
 
@@ -97,6 +98,7 @@ class Lift:
         self._answers: dict[Value, dict[Remat, Any]] = defaultdict(dict)  # of the policies
         self._call_answers: dict[Call, dict[Remat, Any]] = {}
         self._cheap_calls: set[Call] = set()
+        self._kept_in_calls: set[Call] = set()
         self._made_of: dict[Any, list[Value]] = defaultdict(list)  # the values of maps, by constrained arrays in them
 
     def run(self) -> list[Value]:
@@ -154,8 +156,15 @@ class Lift:
                     self._answers[product][remat] = answer
         if not self._kept:
             return None
-        names_outputs = not any(remat.has_effects for remat in self._kept)
-        return Answers(self._answers, self._call_answers, self._cheap_calls, KeptName.of, names_outputs=names_outputs)
+        return Answers(
+            self._answers,
+            self._call_answers,
+            self._kept_in_calls,
+            self._cheap_calls,
+            KeptName.of,
+            names_outputs=not any(remat.has_effects for remat in self._kept),
+            is_part=any(remat.is_part for remat in self._kept),
+        )
 
     def value(self, x: Any) -> Value:
         """The value of a variable, in its own shape."""
@@ -471,16 +480,18 @@ class Lift:
             return vary(self._axes, *(data_of(known[x]) for x in results))
 
         answers = self._answers_in(equations)
-        policy = next((remat for remat, flags in answers.items() if not all(flags)), None)
+        policy = next((remat for remat in answers[:1] if self._is_apart(unit, remat)), None)
         checkpointed = function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=False)
         closed = jax.make_jaxpr(checkpointed)(*map(self._type, inputs))
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
         call = Call(words_of_call(equations), closed, values, self.main, shapes)
-        self._call_answers[call] = {remat: True for remat in answers if policy is None or remat == policy}
+        self._call_answers[call] = {} if policy is None else {policy: True}
+        if answers and policy is None:
+            self._kept_in_calls.add(call)
         if all(map(is_cheap, equations)):
             self._cheap_calls.add(call)
-        for remat in answers:
+        for remat in answers if policy is not None else ():
             for x, value in zip(results, call.results, strict=True):
                 if (answer := self._without_products[remat].get(x, ARGUMENT)) is not ARGUMENT:
                     self._answers[value][remat] = answer
@@ -488,16 +499,28 @@ class Lift:
             value.has_rows = self._has_main_rows(x)
             self.values[x] = value
 
-    def _answers_in(self, group: Sequence[Equation]) -> dict[Remat, list[bool]]:
-        """The policies that keep something in a call, with a flag for each of its equations: whether it is kept."""
+    def _is_apart(self, unit: Unit, remat: Remat) -> bool:
+        """True for a call that is a checkpoint of this policy by itself, beside the one that holds it.
+
+        JAX computes other calls again where their results are read again, with what their derivatives read. But a
+        checkpoint of another policy in it would compute all again; and so would the product be run again whose epilogue
+        makes what the call reads of what the policy keeps.
+        """
+        if _has_other_checkpoint(unit.equations, remat):
+            return True
+        known, kept = self._without_products[remat], self._kept[remat]
+        reads_maps = any(known.get(x, ARGUMENT) is not ARGUMENT and x not in kept for x in unit.inputs)
+        return reads_maps and all(x in known for x in unit.results)
+
+    def _answers_in(self, group: Sequence[Equation]) -> list[Remat]:
+        """The policies that keep something in a call."""
         bodies = [body for e in group for body in inner_jaxprs(e)]
-        found = {}
-        for remat in self._kept:
-            flags = [remat.answer(e) is not None for e in group if not inner_jaxprs(e)]
-            flags += [x is not None for body in bodies for x in remat.answers(body)]
-            if any(flags):
-                found[remat] = flags
-        return found
+        return [
+            remat
+            for remat in self._kept
+            if any(remat.answer(e) is not None for e in group if not inner_jaxprs(e))
+            or any(x is not None for body in bodies for x in remat.answers(body))
+        ]
 
     def _type(self, x: Any) -> Any:
         """The type of a variable's array in a call, where all arrays vary over the same manual axes of a mesh."""
@@ -566,6 +589,13 @@ def _data_type(x: Any) -> Any:
         # By a function of its own: JAX keeps something of each trace for as long as the function lives.
         return jax.eval_shape(lambda key: jax.random.key_data(key), jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
     return typed(x.aval)
+
+
+def _has_other_checkpoint(group: Sequence[Equation], remat: Remat) -> bool:
+    """True if one of the equations is a checkpoint of another policy, or holds one."""
+    inner = (e for equation in group for body in inner_jaxprs(equation) for e, _ in equations(body))
+    checkpoints = (e for e in (*group, *inner) if e.primitive.name in CHECKPOINTS)
+    return any(e.params["policy"] != remat.policy for e in checkpoints)
 
 
 def _as_column(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -80,7 +81,9 @@ class Nested:
           of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp.
         """
         if id(body) not in self._known:
-            closed, remats = core.ClosedJaxpr(*opened(body)), self._remats if remat is None else (remat, *self._remats)
+            closed = core.ClosedJaxpr(*opened(body))
+            around = [dataclasses.replace(one, is_part=True) for one in self._remats]
+            remats = around if remat is None else [remat, *around]
             fused = self._fused_in.get(of, self._fused)
             self._known[id(body)] = body, functools.partial(fused(closed, name, remats), *closed.consts)
         return self._known[id(body)][1]

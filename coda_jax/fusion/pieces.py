@@ -247,7 +247,7 @@ class _Segments:
     """A function with side effects: what stands between two of them is a piece, and they stay in their order."""
 
     def __init__(self, flat: core.ClosedJaxpr, name: str, pieces: Pieces, remats: Sequence[Remat], kind: str):
-        self._remats = [dataclasses.replace(remat, has_effects=True) for remat in remats]
+        self._remats = [dataclasses.replace(remat, has_effects=True, is_part=True) for remat in remats]
         self._jaxpr, self._nested = flat.jaxpr, pieces.nested(self._remats, kind)
         self._parts: list[Equation | tuple[Function, list[Any], list[Any]]] = []
         every: list[Equation] = flat.jaxpr.eqns

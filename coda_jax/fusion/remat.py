@@ -40,10 +40,12 @@ class Remat:
     Attributes:
       policy: the user's.
       has_effects: whether the function has side effects. What these read is not kept: JAX raises a KeyError then.
+      is_part: whether the function is a part of what the checkpoint holds, which may compute its results again.
     """
 
     policy: Callable[..., Any]
     has_effects: bool = dataclasses.field(default=False, compare=False)
+    is_part: bool = dataclasses.field(default=False, compare=False)
 
     def __call__(self, primitive: Any, *types: Any, **params: Any) -> Any:
         """The policy's answer; about a name of what a graph keeps, the answer that the name holds."""

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
+from coda_jax.graph.again import made_again
 from coda_jax.graph.as_stored import seen_as_stored
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.describe import described, maps_that_are_not_local
@@ -173,22 +174,29 @@ class Derivative:
         plan, count = self.forward_plan, len(graph.outputs)
         made = run(plan, known, out_dtypes=dtypes, names=self._names, **graph.pass_options(plan))
         made = self._named(made)
+        if graph.answers is not None:
+            names = [self._policies_name(i) for i in range(len(made))]
+            made = made_again(self, made, names, arrays)
         return made[:count], (arrays, made[count:], self)
 
     def _named(self, arrays: Sequence[Any]) -> list[Any]:
         """The outputs and the kept values, with the names under which policies keep them; of equal arrays one."""
-        names, wanted, count = self._choice[1], self.forward_plan.wanted, len(self.graph.outputs)
-        names_outputs = self.graph.answers is not None and self.graph.answers.names_outputs
         known: dict[Hashable, Any] = {}
         named = []
-        for i, (value, array) in enumerate(zip(wanted, arrays, strict=True)):
-            key = value, *(x.dtype for x in jax.tree.leaves(array))
-            if value in names and (names_outputs or i >= count):
+        for i, (value, array) in enumerate(zip(self.forward_plan.wanted, arrays, strict=True)):
+            key, name = (value, *(x.dtype for x in jax.tree.leaves(array))), self._policies_name(i)
+            if name is not None:
                 if key not in known:
-                    known[key] = jax.tree.map(functools.partial(checkpoint_name, name=names[value]), array)
+                    known[key] = jax.tree.map(functools.partial(checkpoint_name, name=name), array)
                 array = known[key]
             named.append(array)
         return named
+
+    def _policies_name(self, i: int) -> str | None:
+        """The name under which policies keep one of the outputs and the kept values; None where they do not."""
+        answers = self.graph.answers
+        is_named = answers is not None and (answers.names_outputs or i >= len(self.graph.outputs))
+        return self._choice[1].get(self.forward_plan.wanted[i]) if is_named else None
 
     @functools.cached_property
     def forward_plan(self) -> Plan:
@@ -208,6 +216,11 @@ class Derivative:
     def kept(self) -> list[Value]:
         """The values of the forward pass that the backward pass reads, beside the leaves."""
         return self._choice[0]
+
+    @property
+    def named(self) -> list[Value]:
+        """The kept values that policies of `jax.checkpoint` keep."""
+        return [x for x in self.kept if x in self._choice[1]]
 
     @functools.cached_property
     def _choice(self) -> tuple[list[Value], dict[Value, str]]:

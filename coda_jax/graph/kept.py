@@ -146,19 +146,24 @@ class Answers:
     Attributes:
       values: for each value that a policy keeps, the policies' answers.
       calls: the same for what the derivatives of calls keep.
+      kept_in_calls: the calls in which a policy keeps something: JAX computes their results again from that.
       cheap: the calls that are computed again as maps are.
       name: makes the name of an array with such answers, for `checkpoint_name`.
-      names_outputs: whether outputs have names too where they are made of kept values with no product: what follows
-        in a checkpoint starts from these.
+      names_outputs: whether outputs have names too, where they follow with no product from what a policy keeps, and
+        not from what the backward pass is given of that: what follows in a checkpoint starts from these.
       is_least: whether what is made of kept values with no product is computed again, and not kept beside them.
+      is_part: whether the outputs are computed again too, as what follows in a checkpoint reads them. Then the backward
+        pass is given what else it reads of products, which are run again in any case, once.
     """
 
     values: Mapping[Value, Mapping[Any, Any]]
     calls: Mapping[Call, Mapping[Any, Any]]
+    kept_in_calls: Collection[Call]
     cheap: Collection[Call]
     name: Callable[[Mapping[Any, Any]], str]
     names_outputs: bool = True
     is_least: bool = False
+    is_part: bool = False
 
     def choice(
         self, kept: Sequence[Value], outputs: Sequence[Value], dtype: Any
@@ -166,7 +171,8 @@ class Answers:
         """The values that are kept under the policies; their names, and those of outputs that need no product again.
 
         A value is kept if a policy keeps it, or if it is one of `kept` and a map of values that a policy keeps: these
-        need not be kept beside it. What else a backward pass reads is computed again.
+        need not be kept beside it. What else a backward pass reads is computed again; with `is_part` what needs a
+        product is among the values, without a name.
 
         Args:
           kept: the values that are kept without a policy.
@@ -176,15 +182,18 @@ class Answers:
         found = _Found(self, kept, outputs, dtype)
         chosen = found.chosen()
         chosen = found.least(chosen) if self.is_least else chosen
-        named = (*chosen, *outputs) if self.names_outputs else chosen
-        return chosen, {x: self.name(found.of(x)) for x in named if found.of(x)}
+        chosen = found.with_products(chosen, is_part=self.is_part)
+        answers = {x: found.of(x) for x in chosen}
+        if self.names_outputs:
+            answers |= {x: found.of_output(x, chosen) for x in outputs if x not in answers}
+        return chosen, {x: self.name(of) for x, of in answers.items() if of}
 
 
 class _Found:
     """The answers about all values that a graph's derivative may keep."""
 
     def __init__(self, answers: Answers, kept: Sequence[Value], outputs: Sequence[Value], dtype: Any):
-        self._cheap = frozenset(answers.cheap)
+        self._cheap, self._kept_in_calls = frozenset(answers.cheap), frozenset(answers.kept_in_calls)
         self._kept, self._order = frozenset(kept), reachable([*outputs, *kept])
         self._given = {x: dict(answers.values.get(x, {})) for x in self._order}
         for x in self._order:
@@ -199,6 +208,14 @@ class _Found:
     def of(self, x: Value) -> dict[Hashable, Any]:
         """The answers of the policies that keep a value, or all that it is a map of."""
         return self._all[x] or {}
+
+    def of_output(self, x: Value, chosen: Sequence[Value]) -> dict[Hashable, Any]:
+        """The same of those policies that keep nothing among the chosen values that an output is made of by maps."""
+        return {
+            policy: answer
+            for policy, answer in self.of(x).items()
+            if not (self._is_map(x) and self._is_made_of(x, {y for y in chosen if policy in self.of(y)}))
+        }
 
     def chosen(self) -> list[Value]:
         """The values that are kept."""
@@ -220,6 +237,19 @@ class _Found:
             if not self._given[x] and self._is_made_of(x, left):
                 del left[x]
         return list(left)
+
+    def with_products(self, chosen: Sequence[Value], *, is_part: bool) -> list[Value]:
+        """The values, and those that are kept without a policy and need a product again that JAX runs again anyway.
+
+        These are the results of calls in which a policy keeps something, which JAX computes again with what it keeps;
+        of a part of a checkpoint all that are no maps of leaves and of the values.
+        """
+        found = dict.fromkeys(chosen)
+        for x in sorted(self._kept.difference(chosen), key=lambda x: x.number):
+            is_of_call = isinstance(x, Result) and x.call in self._kept_in_calls
+            if is_of_call or (is_part and not (self._is_map(x) and self._is_made_of(x, found))):
+                found[x] = None
+        return sorted(found, key=lambda x: x.number)
 
     def _is_made_of(self, x: Value, left: Collection[Value]) -> bool:
         """True for a map of leaves and of these values."""

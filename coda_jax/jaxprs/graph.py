@@ -21,7 +21,7 @@ from coda_jax.jaxprs.walk import executions, inner_jaxprs, num_carried, num_cons
 _SAME = {
     *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "copy", "copy_p"),
     *("reduce_precision", "coda_note", "coda_told", "pvary", "pbroadcast", "sharding_constraint", "reshard"),
-    "bitcast_convert_type",
+    *("bitcast_convert_type", "coda_again", "coda_same"),
 }
 LOOPS = {"scan", "while", "cond"}
 _NOTHING = {"coda_reverse_mode", "create_token"}

@@ -1,0 +1,221 @@
+"""A graph's forward pass, computed again by a checkpoint: the products behind the arrays that its policy keeps.
+
+A product's epilogue makes several arrays. Where a policy of `jax.checkpoint` keeps one of them, y = x w, JAX would
+compute tanh(y), which a later product reads, by the kernel that made both. So all that a forward pass returns goes
+through a primitive that changes nothing, and that tells JAX's partial evaluation how to make it again: by a plan that
+is given what the policy keeps. It has the products behind that alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import Recompute, checkpoint_name
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from coda_jax.graph.calls import Result
+from coda_jax.graph.plan import Plan
+from coda_jax.graph.run import run
+from coda_jax.graph.values import Leaf, Value
+
+if TYPE_CHECKING:
+    from coda_jax.graph.function import Derivative
+
+_again_p = core.Primitive("coda_again")
+_same_p = core.Primitive("coda_same")  # it makes nothing again
+
+
+def made_again(derivative: Derivative, made: Sequence[Any], names: Sequence[str | None], arrays: Sequence[Any]) -> Any:
+    """The arrays that a forward pass made; a checkpoint around it computes them again from what its policy keeps.
+
+    Args:
+      derivative: whose forward pass made it.
+      made: the arrays of the outputs and of the kept values, each maybe several.
+      names: of each, by which policies keep it; None of those that they do not keep.
+      arrays: the graph's arguments.
+    """
+    leaves, tree = jax.tree.flatten(list(made))
+    if not leaves or not any(names):
+        return made
+    again = _Again(derivative, tuple(names), tree)
+    results = _again_p.bind(*leaves, *arrays, again=again)
+    return jax.tree.unflatten(tree, results[: len(leaves)])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Again:
+    """The results of a forward pass, as functions of some of them.
+
+    Attributes:
+      derivative, names: as in `made_again`.
+      tree: the structure of the results, each maybe of several arrays.
+      batches: for each vmap around it, the innermost first, the batch axes of the results' arrays and of the graph's
+        arguments, and the size of the batch.
+    """
+
+    derivative: Derivative
+    names: tuple[str | None, ...]
+    tree: Any
+    batches: tuple[tuple[Sequence[int | None], Any], ...] = ()
+
+    def kept(self, saveable: Callable[..., Any], types: Sequence[Any]) -> list[bool]:
+        """Flags of the results that a policy keeps; types: of their arrays."""
+        each = zip(jax.tree.unflatten(self.tree, types), self.names, strict=True)
+        return [
+            name is not None and all(_keeps(saveable, x, name) for x in jax.tree.leaves(parts)) for parts, name in each
+        ]
+
+    def flags(self, kept: Sequence[bool]) -> list[bool]:
+        """A flag for each array of the results, from one for each result."""
+        each = zip(jax.tree.unflatten(self.tree, range(self.tree.num_leaves)), kept, strict=True)
+        return [flag for parts, flag in each for _ in jax.tree.leaves(parts)]
+
+    def is_of_call(self) -> list[bool]:
+        """Flags of the results that JAX computes again from what it keeps in calls."""
+        answers = self.derivative.graph.answers
+        calls = frozenset() if answers is None else answers.kept_in_calls
+        return [isinstance(x, Result) and x.call in calls for x in self._values]
+
+    def plan(self, given: Sequence[bool]) -> Plan:
+        """The plan that makes the results that are not given."""
+        each = list(zip(self._values, self._dtypes, given, strict=True))
+        known = [x for x, dtype, flag in each if flag and self._is_given(x, dtype)]
+        return Plan([x for x, _, flag in each if not flag], known, as_stored=self.derivative.as_stored)
+
+    def function(self, plan: Plan, given: Sequence[bool]) -> Callable[..., list[jax.Array]]:
+        """The arrays of the results as a function of those that are given, and of the graph's arguments."""
+        graph, flags = self.derivative.graph, self.flags(given)
+        each = list(zip(self._values, self._dtypes, given, strict=True))
+        wanted = [dtype for _, dtype, flag in each if not flag]
+
+        def again(*arrays: Any) -> list[jax.Array]:
+            own, arguments = iter(arrays[: sum(flags)]), arrays[sum(flags) :]
+            results = jax.tree.unflatten(self.tree, [next(own) if flag else 0 for flag in flags])
+            known = dict(graph.known(arguments))
+            known |= {
+                x: of for (x, dtype, flag), of in zip(each, results, strict=True) if flag and self._is_given(x, dtype)
+            }
+            made = iter(run(plan, known, out_dtypes=wanted, **graph.pass_options(plan, "again")))
+            results = [of if flag else next(made) for of, flag in zip(results, given, strict=True)]
+            same: list[jax.Array] = _same_p.bind(*jax.tree.leaves(results), *arguments)  # none is an argument itself
+            return same
+
+        function: Callable[..., list[jax.Array]] = again
+        for axes, size in self.batches:
+            chosen = [axis for axis, flag in zip(axes, flags, strict=False) if flag]
+            function = jax.vmap(function, (*chosen, *axes[len(flags) :]), out_axes=list(axes), axis_size=size)
+        return function
+
+    @property
+    def _values(self) -> list[Value]:
+        return [*self.derivative.graph.outputs, *self.derivative.kept]
+
+    @property
+    def _dtypes(self) -> list[Any]:
+        graph = self.derivative.graph
+        return [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.derivative.kept)]
+
+    def _is_given(self, x: Value, dtype: Any) -> bool:
+        """True for a result whose array is the value's, as other products read it."""
+        return not isinstance(x, Leaf) and dtype == x.stored_as(self.derivative.graph.dtype)
+
+
+def _keeps(saveable: Callable[..., Any], type_: Any, name: str) -> bool:
+    answer = saveable(_name_p(), type_, name=name)
+    return not (answer is False or isinstance(answer, type(Recompute)))
+
+
+@functools.cache
+def _name_p() -> Any:
+    """JAX's primitive of names."""
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, "x"))(0.0).eqns[0].primitive
+
+
+def _partly_evaluated(
+    saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any
+) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
+    """The equation in a forward pass, and what computes its results again, as JAX's partial evaluation takes them."""
+    count, forward, again = len(equation.outvars), None, equation
+    if not any(unknown):
+        forward = equation  # a checkpoint around this one may compute it again
+        again = _equation_again(saveable, equation) or equation.replace(primitive=_same_p, params={})
+    is_there = {x: flag for x, flag in zip(equation.invars, instantiated, strict=True) if not _is_literal(x)}
+    residuals = [x for x in dict.fromkeys(x for x in again.invars if not _is_literal(x)) if not is_there[x]]
+    return forward, again, [forward is None] * count, [True] * count, residuals
+
+
+def _equation_again(saveable: Callable[..., Any], equation: Any) -> Any:
+    """The call that makes the results again of what a policy keeps; None where that saves no product."""
+    again: _Again = equation.params["again"]
+    count = again.tree.num_leaves
+    kept = again.kept(saveable, [x.aval for x in equation.invars[:count]])
+    given = [a or b for a, b in zip(kept, again.is_of_call(), strict=True)]
+    plan = again.plan(given)
+    if not any(kept) or len(plan.steps) >= len(again.derivative.forward_plan.steps):
+        return None
+    each = zip(equation.invars[:count], again.flags(given), strict=True)
+    read = [*(x for x, flag in each if flag), *equation.invars[count:]]
+    try:
+        closed = jax.make_jaxpr(jax.jit(again.function(plan, given)))(*(x.aval for x in read))
+    except ValueError:  # of a result that a batch shares, which the plan makes beside others that it does not
+        return None
+    if len(closed.eqns) != 1 or closed.consts or list(closed.eqns[0].outvars) != list(closed.jaxpr.outvars):
+        return None
+    places = dict(zip(closed.jaxpr.invars, read, strict=True))
+    (call,) = closed.eqns
+    return call.replace(
+        invars=[places[x] for x in call.invars], outvars=equation.outvars, source_info=equation.source_info
+    )
+
+
+def _is_literal(x: Any) -> bool:
+    return isinstance(x, core.Literal)
+
+
+def _needed(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+    """The equation of arrays that are used alone."""
+    if not any(used):
+        return used, None
+    arrays, results = (
+        [x for x, flag in zip(each, used, strict=True) if flag] for each in (equation.invars, equation.outvars)
+    )
+    return used, equation.replace(invars=arrays, outvars=results)
+
+
+def _batched(
+    axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None], *, again: _Again
+) -> tuple[list[jax.Array], list[int | None]]:
+    if axis.explicit_mesh_axis is not None:
+        return list(arrays), list(dims)
+    arrays = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+    axes = [None if dim is None else 0 for dim in dims]
+    batch = dataclasses.replace(again, batches=(*again.batches, (axes, axis.size)))
+    return _again_p.bind(*arrays, again=batch), axes
+
+
+def _batched_alike(
+    arrays: Sequence[jax.Array], dims: Sequence[int | None]
+) -> tuple[list[jax.Array], Sequence[int | None]]:
+    return _same_p.bind(*arrays), dims
+
+
+def _jvp(primitive: Any, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> Any:
+    return primitive.bind(*primals, **params), list(tangents)
+
+
+for primitive in (_again_p, _same_p):
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays, **_: list(arrays))
+    primitive.def_abstract_eval(lambda *types, **_: list(types))
+    mlir.register_lowering(primitive, lambda _, *arrays, **__: list(arrays))
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, primitive)
+batching.fancy_primitive_batchers[_again_p] = _batched
+batching.primitive_batchers[_same_p] = _batched_alike
+partial_eval.dce_rules[_same_p] = _needed
+partial_eval.partial_eval_jaxpr_custom_rules[_again_p] = _partly_evaluated
