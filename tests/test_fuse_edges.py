@@ -7,6 +7,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.fusion.dots import is_derivative
+from coda_jax.graph import calls
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Map, reachable
 from tests import plain_models
@@ -420,6 +421,26 @@ def test_equal_layers_are_traced_once():
         counts.append((len({x.body for x in values if isinstance(x, Map)}), [len(plan.traces) for plan in plans]))
         assert len(plans[0].steps) == 7 * depth and all(plan.traces for plan in plans)
     assert counts[0] == counts[1]
+
+
+def test_the_derivatives_of_equal_calls_are_traced_once(monkeypatch):
+    """Attention of each layer is a call: four layers have no more traces of derivatives than three."""
+    traced = []
+    own = calls._traced_linear
+    monkeypatch.setattr(calls, "_traced_linear", lambda *args: traced.append(1) or own(*args))
+
+    def loss(w, x):
+        for one in w:
+            x = plain_models.llama(one, x)
+        return jnp.sum(x * x)
+
+    counts = []
+    for layers in (3, 4):
+        w = jax.eval_shape(lambda: plain_models.weights())
+        jax.eval_shape(jax.grad(coda.fuse(loss)), [w] * layers, jax.eval_shape(plain_models.inputs))
+        counts.append(len(traced))
+        traced.clear()
+    assert counts[0] == counts[1] > 0
 
 
 def test_equations_that_differ_in_a_number_are_not_alike():

@@ -482,10 +482,10 @@ class Lift:
         answers = self._answers_in(equations)
         policy = next((remat for remat in answers[:1] if self._is_apart(unit, remat)), None)
         checkpointed = function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=False)
-        closed = jax.make_jaxpr(checkpointed)(*map(self._type, inputs))
+        closed, traces = self._shared_call(unit, checkpointed, policy)
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
-        call = Call(words_of_call(equations), closed, values, self.main, shapes)
+        call = Call(words_of_call(equations), closed, values, self.main, shapes, traces)
         self._call_answers[call] = {} if policy is None else {policy: True}
         if answers and policy is None:
             self._kept_in_calls.add(call)
@@ -498,6 +498,20 @@ class Lift:
         for x, value in zip(results, call.results, strict=True):
             value.has_rows = self._has_main_rows(x)
             self.values[x] = value
+
+    def _shared_call(
+        self, unit: Unit, f: Callable[..., list[jax.Array]], policy: Remat | None
+    ) -> tuple[core.ClosedJaxpr, dict[Hashable, Any]]:
+        """The jaxpr of a call's function, and the traces of its derivative: those of equal calls are the same."""
+        types = tuple(map(self._type, unit.inputs))
+        key = structure(unit.equations, unit.inputs, unit.results, lambda _: None)
+        if key is None or any(map(inner_jaxprs, unit.equations)):
+            return jax.make_jaxpr(f)(*types), {}
+        key = "call", key, types, self._axes, policy
+        if key not in self._bodies:
+            self._bodies[key] = jax.make_jaxpr(f)(*types), {}
+        closed, traces = self._bodies[key]
+        return closed, traces
 
     def _is_apart(self, unit: Unit, remat: Remat) -> bool:
         """True for a call that is a checkpoint of this policy by itself, beside the one that holds it.

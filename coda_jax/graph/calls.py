@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ class Call:
       results: the values that it gives.
       is_on_mesh: whether it was traced with shardings over explicit mesh axes, or varying over manual ones.
       linear: the function that also gives what its derivative keeps, by the inputs that are differentiated.
+      traces: of its derivative, which equal calls share.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Call:
         inputs: Sequence[Value],
         rows: tuple[Any, ...],
         shapes: Sequence[tuple[Any, ...]] | None = None,
+        traces: dict[Hashable, Any] | None = None,
     ):
         """The call; `rows` are the sizes of all axes of the rows in the block's arrays, `shapes` are the results'."""
+        self.traces: dict[Hashable, Any] = {} if traces is None else traces
         self.name, self.jaxpr, self.inputs, self.rows = name, jaxpr, tuple(inputs), rows
         self.linear: dict[tuple[bool, ...], Linear] = {}
         self.is_on_mesh = any(any(explicit_cuts(x)) or _axes_of(x) for x in jaxpr.in_avals)
@@ -137,8 +140,10 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
         )
         return list(jax.tree.unflatten(linear.tree, leaves)(output_cotangents))
 
-    types = [*linear.types, *(typed(outs[i]) for i in present)]
-    jaxpr = jax.make_jaxpr(backward)(*types)
+    key = "backward", is_differentiated, tuple(present)
+    if key not in call.traces:
+        call.traces[key] = jax.make_jaxpr(backward)(*linear.types, *(typed(outs[i]) for i in present))
+    jaxpr = call.traces[key]
     differentiated = [x for x, flag in zip(call.inputs, is_differentiated, strict=True) if flag]
     inputs, shapes = [*linear.kept, *(cotangents[i] for i in present)], [x.shape for x in differentiated]
     derivatives = iter(Call(f"the derivative of {call.name}", jaxpr, inputs, call.rows, shapes).results)
@@ -146,6 +151,27 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
 
 
 def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
+    key = "linear", is_differentiated
+    if key not in call.traces:
+        call.traces[key] = _traced_linear(call, is_differentiated)
+    closed, tree, keys = call.traces[key]
+    jaxpr, count = closed.jaxpr, len(call.results)
+    known: dict[Any, Value] = {}
+    for var, value in (
+        *zip(jaxpr.outvars[:count], call.results, strict=True),
+        *zip(jaxpr.invars, call.inputs, strict=True),
+    ):
+        if not isinstance(var, core.Literal):
+            known[var] = value
+    kept, avals = [], closed.out_avals[count:]
+    for i, (var, aval) in enumerate(zip(jaxpr.outvars[count:], avals, strict=True), count):
+        value = Result(call, i, aval, is_differentiated, aval.shape, has_rows=False)
+        kept.append(value if isinstance(var, core.Literal) else known.setdefault(var, value))
+    return Linear(closed, tree, keys, kept, list(map(typed, avals)))
+
+
+def _traced_linear(call: Call, is_differentiated: tuple[bool, ...]) -> tuple[core.ClosedJaxpr, Any, list[Any]]:
+    """`Linear.jaxpr`, `tree` and `keys`."""
     trees: list[Any] = []
     function: Callable[..., Any] = core.jaxpr_as_fun(call.jaxpr)
 
@@ -168,21 +194,8 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
         ]
 
     closed = jax.make_jaxpr(forward)(*map(typed, call.jaxpr.in_avals))
-    jaxpr, count = closed.jaxpr, len(call.results)
-    known: dict[Any, Value] = {}
-    for var, value in (
-        *zip(jaxpr.outvars[:count], call.results, strict=True),
-        *zip(jaxpr.invars, call.inputs, strict=True),
-    ):
-        if not isinstance(var, core.Literal):
-            known[var] = value
-    kept, avals = [], closed.out_avals[count:]
-    for i, (var, aval) in enumerate(zip(jaxpr.outvars[count:], avals, strict=True), count):
-        value = Result(call, i, aval, is_differentiated, aval.shape, has_rows=False)
-        kept.append(value if isinstance(var, core.Literal) else known.setdefault(var, value))
-    types = list(map(typed, avals))
     tree, keys = trees[-1]
-    return Linear(closed, tree, keys, kept, types)
+    return closed, tree, keys
 
 
 def is_key(x: Any) -> bool:
