@@ -504,7 +504,7 @@ class Lift:
     ) -> tuple[core.ClosedJaxpr, dict[Hashable, Any]]:
         """The jaxpr of a call's function, and the traces of its derivative: those of equal calls are the same."""
         types = tuple(map(self._type, unit.inputs))
-        key = structure(unit.equations, unit.inputs, unit.results, lambda _: None)
+        key = structure(unit.equations, unit.inputs, unit.results, lambda _: None, own_params)
         if key is None or any(map(inner_jaxprs, unit.equations)):
             return jax.make_jaxpr(f)(*types), {}
         key = "call", key, types, self._axes, policy
