@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.common_utils import onehot
 from jax.sharding import AxisType, NamedSharding
 
 import coda_jax as coda
@@ -25,6 +26,7 @@ LOSSES = {
     "one_hot": lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, VOCABULARY)),
     "log_softmax": lambda z, y: -picked(jax.nn.log_softmax(z), y),
     "log_softmax_one_hot": lambda z, y: -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, VOCABULARY), axis=-1),
+    "training_one_hot": lambda z, y: -jnp.sum(onehot(y, VOCABULARY) * jax.nn.log_softmax(z), axis=-1),
     "logsumexp": lambda z, y: jax.nn.logsumexp(z, axis=-1) - picked(z, y),
     "negative": lambda z, y: -(picked(z, y) - jax.nn.logsumexp(z, axis=-1)),
     "by_hand": lambda z, y: jnp.log(jnp.sum(jnp.exp(z - z.max(-1, keepdims=True)), -1)) + z.max(-1) - picked(z, y),
@@ -201,6 +203,22 @@ def test_an_array_that_is_one_hot_by_chance_alone(dtype):
 
     fused = coda.fuse(f)
     assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16])
+def test_numbers_of_columns_in_another_shape(dtype):
+    """They may be reshaped and cast, but for those of few bits, which count from 0 again."""
+    x, w, labels, *_ = small_arguments()
+
+    def f(x, w):
+        columns = jnp.arange(VOCABULARY).astype(dtype).astype(jnp.int32).reshape(1, -1)
+        is_label = (labels % 100)[:, None] == columns
+        return jnp.sum(optax.softmax_cross_entropy(x @ w, is_label.astype(jnp.float32)))
+
+    fused = coda.fuse(f)
+    assert largest_error(jax.jit(with_gradients(fused))(x, w), jax.jit(with_gradients(f))(x, w)) < 1e-5
+    is_taken = "linear_cross_entropy" in str(jax.make_jaxpr(fused)(x, w))
+    assert is_taken == (dtype == jnp.uint16)
 
 
 LOGITS_IN_FLOAT32 = {

@@ -114,17 +114,22 @@ class Makers:
 
     def counts_along_last(self, x: Any, rank: int) -> bool:
         """True for integers 0, 1, 2 ... along the last axis, the same for all others."""
-        maker = self.maker(x)
-        if maker is None or x.aval.ndim != rank:
+        if x.aval.ndim != rank:
             return False
-        dtype = x.aval.dtype  # of few bits it counts from the start again
-        if not jnp.issubdtype(dtype, jnp.integer) or x.aval.shape[-1] - 1 > jnp.iinfo(dtype).max:
-            return False
-        if maker.primitive.name == "broadcast_in_dim":
-            source = self.maker(maker.invars[0])
-            is_last = tuple(maker.params["broadcast_dimensions"]) == (rank - 1,)
-            return source is not None and source.primitive.name == "iota" and is_last
-        return maker.primitive.name == "iota" and maker.params["dimension"] == rank - 1
+        while (maker := self.maker(x)) is not None:
+            dtype, size = x.aval.dtype, x.aval.shape[-1]  # of few bits it counts from the start again
+            if not jnp.issubdtype(dtype, jnp.integer) or size - 1 > jnp.iinfo(dtype).max:
+                return False
+            if maker.primitive.name == "iota":
+                return bool(maker.params["dimension"] == x.aval.ndim - 1)
+            if maker.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
+                return False
+            source: Any = maker.invars[0]
+            last = maker.params.get("broadcast_dimensions", (x.aval.ndim - 1,))[-1:]
+            if isinstance(source, core.Literal) or source.aval.shape[-1:] != (size,) or last != (x.aval.ndim - 1,):
+                return False
+            x = source
+        return False
 
     def row(self, x: Any) -> Any:
         """The variable (V,), or (1, ..., V), that an array (..., V) has in each row; None if that is not seen."""
