@@ -100,6 +100,26 @@ def test_products_in_two_dtypes(f):
     assert all("others' bfloat16" in reason for reason in reasons if reason)
 
 
+@pytest.mark.parametrize("door", ["gradient_of_fused", "fused_gradient"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_products_of_16_bits_beside_larger_ones_in_float32(dtype, door):
+    """Kernels multiply 16 bits: what is fused is the layers, however large the head in float32 is."""
+    w = {"a": normal(8, 32, dtype=dtype), "b": normal(32, 8, seed=1, dtype=dtype), "head": normal(8, 512, seed=2)}
+    args = jax.tree.map(lambda x: x / 4, w), normal(2, 4, 8, seed=4, dtype=dtype)
+
+    def f(w, x):
+        return jnp.mean(jnp.square(_head(w, x)))
+
+    check(f, *args, argnums=(0, 1), bound=3e-2)
+    whole = jax.value_and_grad(f, (0, 1))
+    report = coda.fuse.report(f if door == "gradient_of_fused" else whole, *args)
+    left = [one.reason for one in report.products if one.reason]
+    assert left == [f"its factors are float32, others' {dtype.__name__}"] * (1 if door == "gradient_of_fused" else 3)
+    assert len(report.products) == (3 if door == "gradient_of_fused" else 9)
+    assert report.fused.totals.passes_bytes < report.plain.totals.passes_bytes
+    assert report.fused.totals.kept_bytes <= report.plain.totals.kept_bytes
+
+
 def _in_8_bits(x, dtype=jnp.float8_e4m3fn):
     return x.astype(dtype).astype(x.dtype)
 

@@ -77,11 +77,11 @@ class Units:
         self._move_constraints_to_calls()  # on what has become a call's result
 
     def _products_dtype(self) -> np.dtype[Any]:
-        """The dtype of the factors in which most operations are done."""
+        """The dtype of the factors in which most operations are done; one of 16 bits, as kernels have, if any is."""
         flops: dict[Any, int] = defaultdict(int)
         for dot in self.rows.dots.values():
             flops[dot.a.aval.dtype] += dot.flops
-        return max(flops, key=lambda dtype: flops[dtype], default=np.dtype(FLOAT32))
+        return max(flops, key=lambda dtype: (dtype.itemsize == 2, flops[dtype]), default=np.dtype(FLOAT32))
 
     def _kind(self, number: int) -> str:
         """The kind of an equation: product, map, cast or call."""
