@@ -27,13 +27,13 @@ REMAT_NAMES = ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwi_0", "m
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds mocks in the place of packages that are imported and, on a CPU, not called."""
+    """Finds mocks in the place of packages, or modules in them, that are imported and, on a CPU, not called."""
 
     def __init__(self, names: Collection[str]):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        absent = name.split(".")[0] in self.names
+        absent = any(f"{name}.".startswith(f"{one}.") for one in self.names)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if absent else None
 
     def create_module(self, spec: Any) -> Any:
