@@ -630,6 +630,50 @@ def test_a_product_in_another_order_moves_what_one_with_rows_first_moves(name, d
     assert found.totals.kept_bytes <= 1.01 * plain.totals.kept_bytes
 
 
+# What an einsum makes of y (B, T, D) and a scale s (D,), with the same as a multiplication and a sum.
+MULTIPLICATIONS = {
+    "a scale": (lambda y, s: jnp.einsum("btd,d->btd", y, s), lambda y, s: y * s),
+    "a scale in front": (lambda y, s: jnp.einsum("d,btd->btd", s, y), lambda y, s: y * s),
+    "of the tokens": (lambda y, s: jnp.einsum("bt,btd->btd", y[..., 0], y), lambda y, s: y[..., :1] * y),
+    "both whole": (lambda y, s: jnp.einsum("btd,btd->btd", y, jnp.sin(y)), lambda y, s: y * jnp.sin(y)),
+    "of rows that are sums": (
+        lambda y, s: y * jnp.einsum("btd,btd->bt", y, jnp.sin(y))[..., None],
+        lambda y, s: y * jnp.sum(y * jnp.sin(y), axis=-1, keepdims=True),
+    ),
+    "of another order": (lambda y, s: jnp.einsum("dbt,d->btd", jnp.moveaxis(y, -1, 0), s), lambda y, s: y * s),
+}
+
+
+def _of_multiplication(f):
+    return lambda w, x: jnp.tanh(f(jnp.tanh(x @ w["a"]), w["s"])) @ w["b"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", MULTIPLICATIONS)
+def test_an_einsum_that_is_a_multiplication(name, dtype):
+    f = _of_multiplication(MULTIPLICATIONS[name][0])
+    w = {"a": normal(16, 24, dtype=dtype) / 4, "s": 1 + normal(24, seed=3, dtype=dtype) / 8}
+    w |= {"b": normal(24, 16, seed=1, dtype=dtype) / 4}
+    x = normal(2, 4, 16, seed=2, dtype=dtype)
+    for exact in (False, True):
+        check(f, w, x, argnums=(0, 1), bound=2e-5 if dtype == jnp.float32 else 3e-2, exact=exact)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("name", MULTIPLICATIONS)
+def test_an_einsum_that_is_a_multiplication_moves_what_that_moves(name, door):
+    f, multiplied = map(_of_multiplication, MULTIPLICATIONS[name])
+    large = {"a": (64, 128), "s": (128,), "b": (128, 64)}
+    types = {key: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for key, shape in large.items()}
+    rows = jax.ShapeDtypeStruct((4, 128, 64), jnp.bfloat16)
+    losses = [lambda w, x, g=g: jnp.mean(jnp.square(g(w, x).astype(jnp.float32))) for g in (f, multiplied)]
+    found, own = (coda.explain(DOORS[door](loss), types, rows, platform="cuda") for loss in losses)
+    plain = coda.explain(with_gradients(losses[0]), types, rows, platform="cuda")
+    assert (found.kernels, found.others) == (own.kernels, own.others) == (6, 0)
+    assert found.totals.passes_bytes <= 1.05 * own.totals.passes_bytes < plain.totals.passes_bytes
+    assert found.totals.kept_bytes <= 1.01 * plain.totals.kept_bytes
+
+
 def test_a_sum_over_axes_in_the_middle_names_its_factor():
     def f(w, x):
         return jnp.einsum("btd,ts->bsd", jnp.tanh(x @ w["a"]), w["mixed"])

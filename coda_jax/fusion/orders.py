@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Dot, Equation, dot_of, variables
 from coda_jax.fusion.rows import REDUCTIONS, results_of_dots
 from coda_jax.fusion.straight import at_line
@@ -27,10 +29,11 @@ def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     einsum may put a weight first, (K, N) before (M, K), and transpose the result (N, M) into the order that is asked
     for. Here the activation is first, and its result is transposed behind the slices, casts and elementwise operations
     that read it; not at all where these put its axes back. A factor that is made of products and transposed so that
-    its rows come last, as in the derivative, is transposed so that they come first.
+    its rows come last, as in the derivative, is transposed so that they come first. What einsum has as a product with
+    batch axes and is none of matrices, as a scale, "btd,d->btd", or its gradient, is a multiplication, and a sum.
     """
     orders = _Orders(closed.jaxpr)
-    if not (orders.swapped or orders.turned):
+    if not (orders.swapped or orders.turned or orders.multiplied):
         return closed
     made = jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()))(*closed.in_avals)
     needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
@@ -43,11 +46,13 @@ class _Orders:
     Attributes:
       swapped: the products whose factors are exchanged, by the variable that they are.
       turned: the factors whose axes behind come first, and how many axes stand in front of these.
+      multiplied: the number of the factor that has all axes, of each product that is a multiplication.
     """
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.swapped: set[Any] = set()
         self.turned: dict[Any, int] = {}
+        self.multiplied: dict[Any, int] = {}
         self._turned: dict[Any, jax.Array] = {}  # the arrays of these factors
         self._views: dict[int, _View] = {}  # by the transpose
         self._numbers: dict[int, tuple[Any, jax.Array]] = {}  # by the arrays that are one number everywhere
@@ -57,7 +62,10 @@ class _Orders:
         made_of_products: set[Any] = set()
         transposes: set[Any] = set()
         for i, equation in enumerate(jaxpr.eqns):
-            if i in results and results[i] is equation.outvars[0]:
+            whole = _has_all_axes(equation) if equation.primitive.name == "dot_general" else None
+            if whole is not None:
+                self.multiplied[equation.outvars[0]] = whole
+            elif i in results and results[i] is equation.outvars[0]:
                 self._note(equation, made_of_products, transposes)
             if i in results or not made_of_products.isdisjoint(variables(equation.invars)):
                 made_of_products |= set(equation.outvars)
@@ -103,6 +111,8 @@ class _Orders:
     def _product(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
         """A dot_general, of the arrays that its factors are transposes of, where their axes lie well for it."""
         params = equation.params
+        if equation.outvars[0] in self.multiplied:
+            return self._multiplied(equation, inputs)
         sums, batch = params["dimension_numbers"]
         if batch[0]:
             (result,) = bind(equation.primitive, inputs, params)
@@ -119,6 +129,29 @@ class _Orders:
             params["out_sharding"] = _transposed_back(params["out_sharding"], order)
         (result,) = bind(equation.primitive, arrays, params)
         return self._view(result, order)
+
+    def _multiplied(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
+        """A dot_general as a multiplication, and a sum where it has one, in the order of the factor with all axes."""
+        sums, batch = equation.params["dimension_numbers"]
+        (out,), number = equation.outvars, self.multiplied[equation.outvars[0]]
+        (x, order), (y, beside) = (self._source(inputs[i]) for i in (number, 1 - number))
+        axes, summed = ([order[axis] for axis in each[number]] for each in (batch, sums))
+        free = [axis for j, axis in enumerate(order) if j not in (*batch[number], *sums[number])]
+        dtype = jnp.promote_types(x.dtype, jnp.float32 if summed else out.aval.dtype)
+        of_y = [beside[axis] for axis in (*batch[1 - number], *sums[1 - number])]
+        pairs = sorted(zip([*axes, *summed], of_y, strict=True))
+        y = lax.transpose(y.astype(dtype), [axis for _, axis in pairs])
+        result = x.astype(dtype) * lax.broadcast_in_dim(y, x.shape, [axis for axis, _ in pairs])
+        result = jnp.sum(result, axis=tuple(summed)) if summed else result
+        left = [axis for axis in range(x.ndim) if axis not in summed]
+        return self._view(result.astype(out.aval.dtype), [left.index(axis) for axis in (*axes, *free)])
+
+    def _source(self, array: jax.Array) -> tuple[jax.Array, Sequence[int]]:
+        """The array that one is a transpose of, and the order of its axes; itself where it is none."""
+        for known in (self._views, self._transposes):
+            if id(array) in known:
+                return known[id(array)][:2]
+        return array, range(array.ndim)
 
     def _factor(self, x: Any, array: Any, sums: Sequence[int]) -> tuple[Any, Sequence[int], Sequence[int]]:
         """A factor, the axes of it that are summed over, and where its other axes stand among these in the array."""
@@ -207,6 +240,22 @@ class _Orders:
             axes = [order[axis] for axis in back]
             self._others[key] = base if axes == sorted(axes) else lax.transpose(base, axes), one
         return self._others[key][0]
+
+
+def _has_all_axes(dot: Equation) -> int | None:
+    """The number of the factor that has all axes of a product with batch axes that is none of matrices; else None.
+
+    It sums over nothing and the other factor has batch axes alone; or both have these and those summed over alone.
+    """
+    sums, batch = dot.params["dimension_numbers"]
+    types = [x.aval for x in dot.invars]
+    if dot.params.get("out_sharding") is not None or any(isinstance(x, core.Literal) for x in dot.invars):
+        return None
+    if not batch[0] or types[0].dtype != types[1].dtype or types[0].dtype.name not in FLOATS:
+        return None
+    free = [aval.ndim - len(one) - len(other) for aval, one, other in zip(types, sums, batch, strict=True)]
+    is_multiplication = not any(free) if sums[0] else not all(free)
+    return int(bool(free[1])) if is_multiplication else None
 
 
 def _back(order: Sequence[int]) -> list[int]:
