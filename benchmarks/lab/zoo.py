@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -43,6 +44,7 @@ from flax import linen as nn
 from flax import nnx
 
 import coda_jax as coda
+from benchmarks import compare
 
 _ADOPTING = Path(__file__).parents[2] / "examples" / "adopting"
 DEVICES = 8
@@ -181,7 +183,9 @@ def of_nnx(make: Callable[[nnx.Rngs], Any], dtype: Any = None) -> tuple[Any, Any
 
 def of_linen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The types of a module's parameters."""
-    made = jax.eval_shape(lambda: module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *args, **kwargs))
+    made = jax.eval_shape(
+        lambda: module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, *args, **kwargs)
+    )
     return types_of(nn.meta.unbox(made["params"]))
 
 
@@ -243,7 +247,9 @@ def tunix_gemma2(sizes: Sizes) -> Case:
 
 @model(**_TUNIX)
 def tunix_gemma3(sizes: Sizes) -> Case:
-    return _of_tunix(sizes, "Gemma3", "gemma3", "num_embed", sliding_window_size=sizes.length // 2, param_dtype=sizes.dtype)
+    return _of_tunix(
+        sizes, "Gemma3", "gemma3", "num_embed", sliding_window_size=sizes.length // 2, param_dtype=sizes.dtype
+    )
 
 
 # Examples of Flax and T5X, nanodo: linen
@@ -278,7 +284,9 @@ def flax_lm1b(sizes: Sizes) -> Case:
     half = np.arange(sizes.length, dtype=np.int32) // (sizes.length // 2)
     batch = {
         "inputs": padded(tokens(sizes)),
-        "inputs_position": np.broadcast_to(np.arange(sizes.length, dtype=np.int32) % (sizes.length // 2), (sizes.batch, sizes.length)),
+        "inputs_position": np.broadcast_to(
+            np.arange(sizes.length, dtype=np.int32) % (sizes.length // 2), (sizes.batch, sizes.length)
+        ),
         "inputs_segmentation": np.broadcast_to(half + 1, (sizes.batch, sizes.length)),
         "dropout_rng": key(),
     }
@@ -346,7 +354,14 @@ def nanodo(sizes: Sizes) -> Case:
     sys.path.insert(0, str(folder_of(NANODO)))
     library, losses = importlib.import_module("nanodo.model"), importlib.import_module("nanodo.loss")
     losses.data.get_in_out = lambda x: (x, jnp.pad(x[:, 1:], ((0, 0), (0, 1))), (x > 0).astype(jnp.float32))
-    of = {"D": sizes.width, "H": sizes.heads, "L": sizes.length, "N": sizes.layers, "V": sizes.vocabulary, "F": sizes.hidden}
+    of = {
+        "D": sizes.width,
+        "H": sizes.heads,
+        "L": sizes.length,
+        "N": sizes.layers,
+        "V": sizes.vocabulary,
+        "F": sizes.hidden,
+    }
     module = library.TransformerDo(library.DoConfig(**of, dtype=sizes.dtype, fsdp_enabled=False, remat=True))
     batch = {"inputs": padded(tokens(sizes))}
 
@@ -355,6 +370,214 @@ def nanodo(sizes: Sizes) -> Case:
         return value, aux.ntokens
 
     return Case(loss, of_linen(module, batch["inputs"]), batch, has_aux=True)
+
+
+_GEMMA_FILES = ("transformer", "transformer_cfg", "layers", "modules", "params", "helpers", "sow_lib", "train")
+_GEMMA_FILES += ("positional_embeddings",)
+
+
+@model(
+    files=tuple((*FLAX, f"examples/gemma/{name}.py") for name in _GEMMA_FILES),
+    requirements=("jaxtyping==0.3.11", "wadler_lindig==0.1.8"),
+    absent=(*_TRAINING, "input_pipeline", "sampler", "tokenizer", "train_cfg"),
+)
+def flax_gemma(sizes: Sizes) -> Case:
+    """The logits are a result beside the loss: the example's trainer gives them to its metrics. Float32 parameters."""
+    sys.path.insert(0, str(folder_of(FLAX) / "examples/gemma"))
+    train, library = importlib.import_module("train"), importlib.import_module("transformer")
+    configs = importlib.import_module("transformer_cfg")
+    config = configs.TransformerConfig(
+        num_layers=sizes.layers,
+        num_embed=sizes.vocabulary,
+        embed_dim=sizes.width,
+        hidden_dim=sizes.hidden,
+        num_heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        num_kv_heads=1,
+        final_logit_softcap=None,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        use_qk_norm=True,
+        attention_types=(configs.AttentionType.LOCAL_SLIDING, configs.AttentionType.GLOBAL),
+        sliding_window_size=sizes.length // 2,
+        dtype=sizes.dtype,
+    )
+    graph, parameters = of_nnx(lambda rngs: library.Transformer(config, rngs=rngs))
+    positions = np.broadcast_to(np.arange(sizes.length, dtype=np.int32), (sizes.batch, sizes.length))
+    batch = {"inputs": padded(tokens(sizes)), "targets": padded(tokens(sizes, 2)), "positions": positions}
+
+    def loss(parameters: Any, inputs: Any, targets: Any, positions: Any) -> Any:
+        module = nnx.merge(graph, parameters)
+        mask = library.make_causal_attn_mask(inputs > 0)
+        logits, _ = module(inputs, positions=positions, attention_mask=mask, cache=None)
+        weights = (inputs > 0).astype(jnp.float32)
+        each = train.compute_weighted_cross_entropy(logits, targets, weights, 0.1)
+        return each.mean(), (each, logits)
+
+    return Case(loss, parameters, batch, has_aux=True)
+
+
+@model(
+    files=tuple((*FLAX, f"examples/nlp_seq/{name}.py") for name in ("models", "train")),
+    absent=(*_TRAINING, "input_pipeline", "tensorboard"),
+)
+def flax_nlp_seq(sizes: Sizes) -> Case:
+    """A tagger with dropout: the classes are few."""
+    sys.path.insert(0, str(folder_of(FLAX) / "examples/nlp_seq"))
+    models, train = importlib.import_module("models"), importlib.import_module("train")
+    config = models.TransformerConfig(
+        vocab_size=sizes.vocabulary,
+        output_vocab_size=50,
+        dtype=sizes.dtype,
+        emb_dim=sizes.width,
+        num_heads=sizes.heads,
+        num_layers=sizes.layers,
+        qkv_dim=sizes.width,
+        mlp_dim=sizes.hidden,
+        max_len=sizes.length,
+    )
+    module = models.Transformer(config)
+    batch = {"inputs": padded(tokens(sizes)), "targets": padded(tokens(sizes, 2)) % 50, "dropout_rng": key()}
+
+    def loss(parameters: Any, inputs: Any, targets: Any, dropout_rng: Any) -> Any:
+        weights = jnp.where(targets > 0, 1, 0).astype(jnp.float32)
+        rngs = {"dropout": dropout_rng}
+        logits = module.apply({"params": parameters}, inputs=inputs, train=True, rngs=rngs)
+        value, weight_sum = train.compute_weighted_cross_entropy(logits, targets, weights)
+        return value / weight_sum, logits
+
+    return Case(loss, of_linen(module, inputs=batch["inputs"], train=True), batch, has_aux=True)
+
+
+@model(
+    files=(
+        *((*T5X, f"t5x/examples/scalable_t5/{name}.py") for name in ("network", "layers")),
+        (*T5X, "t5x/losses.py"),
+    )
+)
+def t5x_scalable_t5(sizes: Sizes) -> Case:
+    """Layers in a scan under a checkpoint that keeps products, dropout, a loss with z-loss and smoothed labels."""
+    sys.path.insert(0, str(folder_of(T5X)))
+    network, losses = importlib.import_module("t5x.examples.scalable_t5.network"), importlib.import_module("t5x.losses")
+    config = network.T5Config(
+        vocab_size=sizes.vocabulary,
+        dtype=sizes.dtype,
+        emb_dim=sizes.width,
+        num_heads=sizes.heads,
+        num_encoder_layers=sizes.layers,
+        num_decoder_layers=sizes.layers,
+        head_dim=sizes.head_dim,
+        mlp_dim=sizes.hidden,
+        mlp_activations=("gelu", "linear"),
+        logits_via_embedding=True,
+        remat_policy="minimal",
+        scan_layers=True,
+    )
+    module = network.Transformer(config)
+    batch = {"inputs": padded(tokens(sizes)), "targets": padded(tokens(sizes, 2)), "dropout_rng": key()}
+
+    def loss(parameters: Any, inputs: Any, targets: Any, dropout_rng: Any) -> Any:
+        shifted = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+        logits = module.apply({"params": parameters}, inputs, shifted, targets, rngs={"dropout": dropout_rng})
+        weights = jnp.where(targets > 0, 1, 0).astype(jnp.float32)
+        options = {"label_smoothing": 0.1, "z_loss": 1e-4}
+        value, z_loss, weight_sum = losses.compute_weighted_cross_entropy(logits, targets, weights, **options)
+        return value / weight_sum, z_loss
+
+    parameters = of_linen(module, batch["inputs"], batch["targets"], batch["targets"])
+    return Case(loss, parameters, batch, has_aux=True)
+
+
+BIG_VISION = ("google-research/big_vision", "0127fb6b337ee2a27bf4e54dea79cff176527356")
+
+
+@model(
+    files=tuple((*BIG_VISION, f"big_vision/{name}.py") for name in ("models/vit", "models/common", "utils")),
+    absent=(*_TRAINING, "einops", "absl.flags", "big_vision.pp", "google", "sklearn"),
+)
+def big_vision_vit(sizes: Sizes) -> Case:
+    """A ViT: layers in a scan of which a checkpoint keeps nothing, a sigmoid loss of classes."""
+    sys.path.insert(0, str(folder_of(BIG_VISION)))
+    vit, utils = importlib.import_module("big_vision.models.vit"), importlib.import_module("big_vision.utils")
+    side, rows = (224, 64) if sizes.width > 1000 else (32, 8)
+    module = vit.Model(
+        1000,
+        width=sizes.width // 2,
+        depth=sizes.layers,
+        mlp_dim=sizes.width * 2,
+        num_heads=sizes.heads,
+        patch_size=(16, 16) if sizes.width > 1000 else (4, 4),
+        pool_type="map",
+        scan=True,
+        dtype_mm=jnp.dtype(sizes.dtype).name,
+    )
+    rng = np.random.default_rng(1)
+    batch = {
+        "image": np.asarray(rng.normal(size=(rows, side, side, 3)), np.float32),
+        "labels": np.asarray(np.arange(1000) == np.arange(rows)[:, None], np.float32),
+        "rng": key(),
+    }
+
+    def loss(parameters: Any, image: Any, labels: Any, rng: Any) -> jax.Array:
+        logits, _ = module.apply({"params": parameters}, image, train=True, rngs={"dropout": rng})
+        value: jax.Array = utils.sigmoid_xent(logits=logits, labels=labels)
+        return value
+
+    return Case(loss, of_linen(module, batch["image"]), batch)
+
+
+# Keras: its own trainer's function
+
+
+KERAS = ("keras==3.15.1", "keras-hub==0.32.0", "namex==0.1.0", "optree==0.20.0", "h5py==3.16.0")
+_KERAS_ABSENT = ("kagglehub", "tensorflow_text", "tokenizers", "sentencepiece", "safetensors")
+_KERAS = {"requirements": KERAS, "absent": _KERAS_ABSENT}
+
+
+def _of_keras(sizes: Sizes, task: str, backbone: str, heads: str, **options: Any) -> Case:
+    keras, hub = importlib.import_module("keras"), importlib.import_module("keras_hub")
+    policy = "float32" if sizes.dtype == jnp.float32 else "mixed_bfloat16"
+    options = {
+        "vocabulary_size": sizes.vocabulary,
+        "num_layers": sizes.layers,
+        heads: sizes.heads,
+        "hidden_dim": sizes.width,
+        "intermediate_dim": sizes.hidden,
+        "dtype": policy,
+        **options,
+    }
+    model = getattr(hub.models, task)(backbone=getattr(hub.models, backbone)(**options), preprocessor=None)
+    model.compile(
+        optimizer="sgd",
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy()],
+    )
+    ids = padded(tokens(sizes))
+    x = {"token_ids": ids, "padding_mask": ids > 0}
+    model.build(jax.tree.map(np.shape, x)) if not model.built else None
+    y, weight = padded(tokens(sizes, 2)), np.asarray(ids > 0, np.float32)
+    model._symbolic_build(data_batch=(x, y, weight))
+    parameters = [jax.ShapeDtypeStruct(v.shape, v.value.dtype) for v in model.trainable_variables]
+    others = [np.asarray(v.value) for v in model.non_trainable_variables]
+    metrics = [np.asarray(v.value) for v in model.metrics_variables]
+    batch = {"ids": ids, "mask": x["padding_mask"], "y": y, "weight": weight}
+
+    def loss(parameters: Any, ids: Any, mask: Any, y: Any, weight: Any) -> Any:
+        given = {"token_ids": ids, "padding_mask": mask}
+        return model.compute_loss_and_updates(parameters, others, metrics, given, y, weight, training=True)
+
+    return Case(loss, parameters, batch, has_aux=True)
+
+
+@model(**_KERAS)
+def keras_gpt2(sizes: Sizes) -> Case:
+    """Keras' mixed precision, dropout, a tied head, weights of tokens and an accuracy beside the loss."""
+    return _of_keras(sizes, "GPT2CausalLM", "GPT2Backbone", "num_heads", max_sequence_length=sizes.length)
+
+
+@model(**_KERAS)
+def keras_llama3(sizes: Sizes) -> Case:
+    return _of_keras(sizes, "Llama3CausalLM", "Llama3Backbone", "num_query_heads", num_key_value_heads=sizes.kv_heads)
 
 
 # MaxText: its whole decoder, its trainer's loss, its rules
@@ -387,8 +610,15 @@ def _of_maxtext(sizes: Sizes, **options: Any) -> Case:
     of |= {"base_num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "base_num_decoder_layers": sizes.layers}
     of |= {"max_target_length": sizes.length, "vocab_size": sizes.vocabulary, "dtype": jnp.dtype(sizes.dtype).name}
     of |= {"per_device_batch_size": sizes.batch // DEVICES, "run_name": "zoo", "enable_checkpointing": False}
-    of |= {"hardware": "cpu", "attention": "dot_product", "skip_jax_distributed_system": True, "dataset_type": "synthetic"}
-    written = [f"{name}={value}".replace("True", "true").replace("False", "false") for name, value in (of | options).items()]
+    of |= {
+        "hardware": "cpu",
+        "attention": "dot_product",
+        "skip_jax_distributed_system": True,
+        "dataset_type": "synthetic",
+    }
+    written = [
+        f"{name}={value}".replace("True", "true").replace("False", "false") for name, value in (of | options).items()
+    ]
     config = pyconfig.initialize(["", str(Path(pyconfig.__file__).parent / "base.yml"), *written])
     axes = tuple(config.mesh_axes)
     shape = tuple(DEVICES if axis == "fsdp" else 1 for axis in axes)
@@ -411,12 +641,12 @@ def _of_maxtext(sizes: Sizes, **options: Any) -> Case:
     batch |= {f"{name}_segmentation": segments for name in ("inputs", "targets")}
 
     def loss(parameters: Any, **batch: Any) -> Any:
-        model = nnx.merge(graph, parameters, others)
+        model = nnx.merge(graph, parameters, others, copy=True)
         value, aux = train.loss_fn(model, config, batch, None, None)
         return value, {name: aux[name] for name in ("xent_sum", "z_loss", "total_weights") if name in aux}
 
     over = jax.NamedSharding(mesh, jax.P("fsdp"))
-    return Case(loss, types_of(state), batch, True, on, (lies, {name: over for name in batch}))
+    return Case(loss, types_of(state), batch, True, on, (lies, dict.fromkeys(batch, over)))
 
 
 @model(**_MAXTEXT)
@@ -434,7 +664,9 @@ def maxtext_llama2(sizes: Sizes) -> Case:
 @model(**_MAXTEXT)
 def maxtext_gemma2(sizes: Sizes) -> Case:
     options = {"decoder_block": "gemma2", "remat_policy": "save_qkv_proj", "final_logits_soft_cap": 30.0}
-    return _of_maxtext(sizes, scan_layers=False, attn_logits_soft_cap=50.0, mlp_activations="['gelu','linear']", **options)
+    return _of_maxtext(
+        sizes, scan_layers=False, attn_logits_soft_cap=50.0, mlp_activations="['gelu','linear']", **options
+    )
 
 
 # Haiku, Equinox, AlphaFold
@@ -475,6 +707,17 @@ EQUINOX = ("equinox==0.13.8", "jaxtyping==0.3.11", "wadler_lindig==0.1.8", "eino
 EQUINOX_FILES = ("patrick-kidger/equinox", "9336d820b2ef66b360fc6cb3611b3da5cefbb14d")
 
 
+def _of_notebook(name: str, begins: tuple[str, ...]) -> dict[str, Any]:
+    """What the cells of a notebook of Equinox that begin so define."""
+    notebook = json.loads((folder_of(EQUINOX_FILES) / f"docs/examples/{name}.ipynb").read_text())
+    library = sys.modules[f"zoo_{name}"] = ModuleType(f"zoo_{name}")
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code" and text.startswith(begins):
+            exec(text.partition("@eqx.filter_jit")[0], vars(library))
+    return vars(library)
+
+
 @model(
     requirements=EQUINOX,
     files=((*EQUINOX_FILES, "docs/examples/bert.ipynb"),),
@@ -483,13 +726,7 @@ EQUINOX_FILES = ("patrick-kidger/equinox", "9336d820b2ef66b360fc6cb3611b3da5cefb
 def equinox_bert(sizes: Sizes) -> Case:
     """The BERT of Equinox's pages: modules of one row under vmap, of one token under a second, with dropout."""
     eqx = importlib.import_module("equinox")
-    notebook = json.loads((folder_of(EQUINOX_FILES) / "docs/examples/bert.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    library = sys.modules["equinox_bert"] = ModuleType("equinox_bert")
-    module = vars(library)
-    for cell in cells:
-        if cell.startswith(("import ", "class ", "@eqx.filter_value_and_grad")):
-            exec(cell, module)  # noqa: S102
+    module = _of_notebook("bert", ("import ", "class ", "@eqx.filter_value_and_grad"))
     config = {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.width,
@@ -501,7 +738,9 @@ def equinox_bert(sizes: Sizes) -> Case:
         "max_position_embeddings": sizes.length,
         "type_vocab_size": 2,
     }
-    made = eqx.filter_eval_shape(lambda: module["BertClassifier"](config=config, num_classes=2, key=jax.random.PRNGKey(0)))
+    made = eqx.filter_eval_shape(
+        lambda: module["BertClassifier"](config=config, num_classes=2, key=jax.random.PRNGKey(0))
+    )
     is_type = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
     parameters, static = eqx.partition(made, is_type)
     batch = {
@@ -519,14 +758,62 @@ def equinox_bert(sizes: Sizes) -> Case:
     return Case(loss, types_of(parameters, sizes.dtype), batch)
 
 
+@model(
+    requirements=EQUINOX,
+    files=((*EQUINOX_FILES, "docs/examples/vision_transformer.ipynb"),),
+    absent=("torchvision",),
+)
+def equinox_vit(sizes: Sizes) -> Case:
+    """The vision transformer of Equinox's pages: one token more than a power of 2, and a loss of 10 classes."""
+    eqx = importlib.import_module("equinox")
+    module = _of_notebook("vision_transformer", ("import ", "# Hyper", "class ", "@eqx.filter_value_and_grad"))
+    made = eqx.filter_eval_shape(
+        lambda: module["VisionTransformer"](
+            embedding_dim=sizes.width,
+            hidden_dim=sizes.hidden,
+            num_heads=sizes.heads,
+            num_layers=sizes.layers,
+            dropout_rate=0.1,
+            patch_size=4,
+            num_patches=sizes.length,
+            num_classes=10,
+            key=jax.random.PRNGKey(0),
+        )
+    )
+    parameters, static = eqx.partition(made, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    side = 4 * int(sizes.length**0.5)
+    batch = {
+        "images": np.asarray(np.random.default_rng(1).normal(size=(sizes.batch, 3, side, side)), sizes.dtype),
+        "labels": np.arange(sizes.batch, dtype=np.int32) % 10,
+        "key": np.asarray([[0, i] for i in range(sizes.batch)], np.uint32),
+    }
+    compute = module["compute_grads"]._fun
+
+    def loss(parameters: Any, images: Any, labels: Any, key: Any) -> jax.Array:
+        value: jax.Array = compute(eqx.combine(parameters, static), images, labels, key)
+        return value
+
+    return Case(loss, types_of(parameters, sizes.dtype), batch)
+
+
+class _OlderUtil:
+    """Of jax.util, which is no more, what AlphaFold calls."""
+
+    @staticmethod
+    def wraps(function: Callable[..., Any], docstr: str = "") -> Callable[..., Any]:
+        del docstr
+        return functools.wraps(function)
+
+
 ALPHAFOLD = ("alphafold-colabfold==2.3.6", "ml_collections==1.1.0", *HAIKU)
 
 
 @model(requirements=ALPHAFOLD, absent=("tensorflow", "Bio", "tree", "scipy"))
 def alphafold_evoformer(sizes: Sizes) -> Case:
     """Two blocks of the Evoformer in its stack under checkpoints, with the heads of masked residues and distances."""
-    if not hasattr(jax, "tree_map"):
-        jax.tree_map = jax.tree.map  # type: ignore[attr-defined]
+    for name, of_older_jax in {"tree_map": jax.tree.map, "util": _OlderUtil}.items():
+        if not hasattr(jax, name):
+            setattr(jax, name, of_older_jax)
     hk = importlib.import_module("haiku")
     modules = importlib.import_module("alphafold.model.modules")
     layer_stack = importlib.import_module("alphafold.model.layer_stack")
@@ -597,8 +884,9 @@ def penzai_llama(sizes: Sizes) -> Case:
         parameter_dtype=sizes.dtype,
         activation_dtype=sizes.dtype,
     )
-    made = jax.eval_shape(lambda: library.build_llamalike_transformer(config, init_base_rng=jax.random.key(0)))
-    unbound, variables = pz.unbind_params(made, freeze=True)
+    make = lambda: library.build_llamalike_transformer(config, init_base_rng=jax.random.key(0))  # noqa: E731
+    variables = jax.eval_shape(lambda: pz.unbind_params(make(), freeze=True)[1])
+    unbound = jax.jit(lambda: pz.unbind_params(make(), freeze=True)[0])()  # with the numbers of norms
 
     def loss(parameters: Any, tokens: Any) -> Any:
         model = pz.bind_variables(unbound, parameters)
@@ -675,7 +963,7 @@ def explained(case: Case) -> Iterator[dict[str, Any]]:
             "door": name,
             "passes": totals.passes_bytes / 1e6,
             "kept": totals.kept_bytes / 1e6,
-            "products": found.kernels + found.others,
+            "products": sum(found.products.values()) + found.others,
             "fused": found.kernels,
         }
 
@@ -684,7 +972,9 @@ def compiled(case: Case) -> Iterator[dict[str, Any]]:
     """Temporaries and results of each door, beside those of the first."""
     parameters, batch = values(case.parameters), dict(case.batch)
     if case.shardings is not None:
-        parameters, batch = (jax.tree.map(jax.device_put, x, lies) for x, lies in zip((parameters, batch), case.shardings))
+        parameters, batch = (
+            jax.tree.map(jax.device_put, x, lies) for x, lies in zip((parameters, batch), case.shardings, strict=True)
+        )
     expected: Any = None
     for name, function in doors(case):
         with case.on():
@@ -693,13 +983,8 @@ def compiled(case: Case) -> Iterator[dict[str, Any]]:
         value = value[0] if case.has_aux else value
         found = {"door": name, "temporaries": program.memory_analysis().temp_size_in_bytes / 1e6, "loss": float(value)}
         expected = (value, gradients) if expected is None else expected
-        each = [_distance(a, b) for a, b in zip(*map(jax.tree.leaves, (gradients, expected[1])), strict=True)]
-        yield found | {"distance": max(each), "loss_distance": _distance(value, expected[0])}
-
-
-def _distance(a: Any, b: Any) -> float:
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
+        apart = abs(float(value) - float(expected[0])) / abs(float(expected[0]))
+        yield found | {"distance": compare.distance(gradients, expected[1], floor=1e-2), "loss_distance": apart}
 
 
 def lines_of(name: str) -> Iterator[dict[str, Any]]:
@@ -725,13 +1010,17 @@ def worse(one: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     """Names what of a door is worse than plain JAX."""
     if "failure" in one:
         return str(one["failure"])
-    names = [name for name in ("passes", "kept", "temporaries") if one.get(name, 0) > MORE * plain.get(name, 1e30) + 0.1]
+    names = [
+        name for name in ("passes", "kept", "temporaries") if one.get(name, 0) > MORE * plain.get(name, 1e30) + 0.1
+    ]
     names += [name for name in ("distance", "loss_distance") if one.get(name, 0) > GRADIENT]
     names += ["not finite"] if not np.isfinite(one.get("loss", 0)) else []
     return ", ".join(names)
 
 
-HEADINGS = f"{'model':20}{'door':12}{'passes MB':>10}{'kept MB':>9}{'products':>10}{'temporaries MB':>16}{'gradients':>11}"
+HEADINGS = (
+    f"{'model':20}{'door':12}{'passes MB':>10}{'kept MB':>9}{'products':>10}{'temporaries MB':>16}{'gradients':>11}"
+)
 
 
 def show(found: list[dict[str, Any]]) -> None:
