@@ -1,6 +1,7 @@
 """`coda.fuse`: the values and gradients of functions that it fuses, what it fuses, and what it leaves as it is."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -503,6 +504,33 @@ def test_outside_jit_equal_layers_are_compiled_once():
 
     assert 0 < compiled(4) < 12
     assert compiled(9) <= 1  # a sum of nine gradients, which is another one
+
+
+def test_heads_that_are_rotated_in_float32_are_stored_once_as_attention_reads_them():
+    """What a call reads in 16 bits is no array in more bytes, which all of its readers would compute again."""
+    rows, heads = (2, 256), (4, 64)
+
+    def turned(h):
+        a, b = jnp.split(h.astype(jnp.float32), 2, axis=-1)
+        angles = jnp.arange(rows[1])[:, None, None] * jnp.linspace(1, 0, heads[1] // 2)
+        c, s = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(h.dtype)
+
+    def loss_with(rotation):
+        def loss(w, x):
+            q, k, v = ((x @ w[name]).reshape(*rows, *heads) for name in "qkv")
+            o = jax.nn.dot_product_attention(rotation(q), rotation(k), v, is_causal=True)
+            return jnp.sum((o.reshape(x.shape) @ w["o"]).astype(jnp.float32))
+
+        return loss
+
+    x = jax.ShapeDtypeStruct((*rows, math.prod(heads)), jnp.bfloat16)
+    w = dict.fromkeys("qkvo", jax.ShapeDtypeStruct((x.shape[-1],) * 2, jnp.bfloat16))
+    turning, without = (
+        coda.explain(jax.grad(coda.fuse(loss_with(f))), w, x, platform="cuda").totals for f in (turned, lambda h: h)
+    )
+    assert turning.kept_bytes == without.kept_bytes
+    assert turning.passes_bytes < without.passes_bytes + 5 * math.prod(x.shape) * 2  # two cotangents are turned back
 
 
 def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):

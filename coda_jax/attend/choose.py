@@ -11,8 +11,8 @@ def prefers_cudnn(width: int, *, has_segments: bool = False, has_bias: bool = Fa
     It is where it was measured to be faster (`make bench-attention`, H200, 2026-11-29; ms of the kernels and cuDNN):
     heads wider than 128 without segments (forward and backward, 1 x 8192, causal: 8 heads of 256 2.49 and 2.35, 16 of
     192 over 128 4.80 and 3.85), and a bias of all pairs beside heads of up to 64, forward alone (8 x 2048, 32 heads:
-    1.75 and 1.09; with the backward pass 5.24 and 7.08, but which it is, is not known here). Everything is on GPUs other
-    than Hopper, where the kernels cannot run.
+    1.75 and 1.09; with the backward pass 5.24 and 7.08, but which it is, is not known here). All is on GPUs other than
+    Hopper, where the kernels cannot run.
 
     Args:
       width: of a head, a multiple of 8.

@@ -286,8 +286,11 @@ class Units:
     def _is_made_again(self, equation: Equation, x: Any) -> bool:
         if equation.primitive.name in (*REDUCTIONS, *MARKS) or x in self._kept or not self.is_tile(x):
             return False
-        kinds = {self.kind_of_reader(j) for y in self._casts(x) for j in self.readers[y]}
-        if "call" not in kinds or not kinds <= {"call", "map", "cast"} or x.aval.dtype.itemsize <= self.dtype.itemsize:
+        read = [(y, self.kind_of_reader(j)) for y in self._casts(x) for j in self.readers[y]]
+        if not {kind for _, kind in read} <= {"call", "map", "cast"}:
+            return False
+        by_calls = [y for y, kind in read if kind == "call"]  # which may read it in 16 bits, as attention does
+        if not by_calls or any(y.aval.dtype.itemsize <= self.dtype.itemsize for y in by_calls):
             return False
         equations, inputs = self._inlined(x, set())
         tiles = {y for y in map(self.uncast, inputs) if self.is_tile(y)}
