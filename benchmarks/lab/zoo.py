@@ -70,7 +70,7 @@ class Sizes:
 LARGE = Sizes()
 SMALL = Sizes(
     batch=8,
-    length=64,
+    length=128,
     vocabulary=2048,
     width=128,
     hidden=256,
@@ -560,11 +560,13 @@ def _of_keras(sizes: Sizes, task: str, backbone: str, heads: str, **options: Any
     parameters = [jax.ShapeDtypeStruct(v.shape, v.value.dtype) for v in model.trainable_variables]
     others = [np.asarray(v.value) for v in model.non_trainable_variables]
     metrics = [np.asarray(v.value) for v in model.metrics_variables]
+    state = [np.asarray(v.value) for v in model.optimizer.variables]
     batch = {"ids": ids, "mask": x["padding_mask"], "y": y, "weight": weight}
 
     def loss(parameters: Any, ids: Any, mask: Any, y: Any, weight: Any) -> Any:
         given = {"token_ids": ids, "padding_mask": mask}
-        return model.compute_loss_and_updates(parameters, others, metrics, given, y, weight, training=True)
+        variables = parameters, others, metrics
+        return model.compute_loss_and_updates(*variables, given, y, weight, training=True, optimizer_variables=state)
 
     return Case(loss, parameters, batch, has_aux=True)
 
