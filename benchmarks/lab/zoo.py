@@ -823,7 +823,7 @@ def alphafold_evoformer(sizes: Sizes) -> Case:
     config = importlib.import_module("alphafold.model.config").model_config("model_1").model
     config.global_config.use_remat = True
     evoformer, heads = config.embeddings_and_evoformer.evoformer, config.heads
-    rows, residues = (128, 256) if sizes.width > 1000 else (8, 32)
+    rows, residues = (128, 256) if sizes.width > 1000 else (32, 64)
     channels = {"msa": 256, "pair": 128} if sizes.width > 1000 else {"msa": 32, "pair": 16}
     rng = np.random.default_rng(1)
     batch = {
@@ -901,6 +901,57 @@ def penzai_llama(sizes: Sizes) -> Case:
         return -jnp.mean(picked.unwrap("batch", "seq")), None
 
     return Case(loss, types_of(variables, sizes.dtype), {"tokens": tokens(sizes)}, has_aux=True)
+
+
+LEVANTER = (
+    *("levanter==1.1", "haliax==1.3", "draccus==0.11.6", "mergedeep==1.3.4", "toml==0.10.2", "jmp==0.0.4"),
+    *("typing_inspect==0.9.0", "mypy_extensions==1.2.0", "pyyaml_include==1.4.1", *EQUINOX),
+)
+_LEVANTER_ABSENT = (
+    *("pytimeparse", "furl", "sentencepiece", "hf_transfer", "lz4", "zstd", "lm_eval"),
+    *("levanter.distributed", "levanter.checkpoint", "levanter.trainer", "levanter.logging", "requests"),
+    *("wandb", "tensorstore", "ray", "huggingface_hub.lfs", "tensorboardX", "datasets", "fsspec", "gcsfs"),
+    *("pyarrow", "zstandard", "tblib", "dataclasses_json", "humanfriendly", "braceexpand", "tqdm_loggable"),
+    *("deepdiff", "soundfile", "librosa", "async_lru"),
+)
+
+
+@model(requirements=LEVANTER, absent=_LEVANTER_ABSENT, emptied=("levanter",))
+def levanter_llama(sizes: Sizes) -> Case:
+    """Named axes, layers in a scan under checkpoints, targets as one-hot arrays; parameters are cast for each step."""
+    from jax._src import tree_util
+    from jax._src.numpy import einsum, lax_numpy
+
+    if not hasattr(tree_util, "BuiltInKeyEntry"):  # of an older jax, in annotations
+        tree_util.BuiltInKeyEntry = object  # type: ignore[attr-defined]
+    if not hasattr(lax_numpy, "_einsum"):  # where an older jax had it
+        lax_numpy._einsum = einsum._einsum  # type: ignore[attr-defined]
+    eqx, hax = importlib.import_module("equinox"), importlib.import_module("haliax")
+    llama, lm_model = (importlib.import_module(f"levanter.models.{name}") for name in ("llama", "lm_model"))
+    split = lambda key, count: jax.random.split(key, count) if count > 1 else jax.random.split(key)[0]  # noqa: E731
+    llama.jrandom = argparse.Namespace(split=split)  # one key, as an older jax took an array of one
+    config = llama.LlamaConfig(
+        seq_len=sizes.length,
+        hidden_dim=sizes.width,
+        intermediate_dim=sizes.hidden,
+        num_layers=sizes.layers,
+        num_heads=sizes.heads,
+    )
+    vocabulary, rows = hax.Axis("vocab", sizes.vocabulary), hax.Axis("batch", sizes.batch)
+    made = eqx.filter_eval_shape(lambda: llama.LlamaLMHeadModel.init(vocabulary, config, key=jax.random.PRNGKey(0)))
+    leaves, tree = jax.tree.flatten(made)
+    is_type = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    parameters = [x for x, flag in zip(leaves, is_type, strict=True) if flag]
+
+    def loss(parameters: Any, tokens: Any, mask: Any) -> jax.Array:
+        given = iter(x.astype(sizes.dtype) for x in parameters)
+        model = jax.tree.unflatten(tree, [next(given) if flag else x for x, flag in zip(leaves, is_type, strict=True)])
+        named = (hax.named(x, (rows, config.Pos)) for x in (tokens, mask))
+        value: jax.Array = model.compute_loss(lm_model.LmExample(*named)).scalar()
+        return value
+
+    mask = padded(tokens(sizes)) > 0
+    return Case(loss, parameters, {"tokens": padded(tokens(sizes)), "mask": mask})
 
 
 # How they are brought, and what is found
