@@ -104,7 +104,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Where a model comes from, and how it is made."""
+    """The origin of a model, and the function that makes it."""
 
     make: Callable[[Sizes], Case]
     requirements: tuple[str, ...] = ()
@@ -131,6 +131,11 @@ def model(**source: Any) -> Callable[[Callable[[Sizes], Case]], Callable[[Sizes]
         return make
 
     return register
+
+
+def imported(name: str) -> Any:
+    """A module of the folder's."""
+    return importlib.import_module(name)
 
 
 # What is given to the models
@@ -177,7 +182,7 @@ def values(types: Any) -> Any:
 
 def of_nnx(make: Callable[[nnx.Rngs], Any], dtype: Any = None) -> tuple[Any, Any]:
     """A module's graph and the types of its parameters."""
-    graph, state, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
+    graph, state, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)  # type: ignore[misc]
     return graph, types_of(state, dtype)
 
 
@@ -199,8 +204,8 @@ _TUNIX = {"requirements": TUNIX, "emptied": _TUNIX_EMPTIED, "absent": _TUNIX_ABS
 
 
 def _of_tunix(sizes: Sizes, name: str, module: str, vocabulary: str = "vocab_size", **options: Any) -> Case:
-    library = importlib.import_module(f"tunix.models.{module}.model")
-    loss_of = importlib.import_module("tunix.sft.peft_trainer")._default_loss_fn
+    library = imported(f"tunix.models.{module}.model")
+    loss_of = imported("tunix.sft.peft_trainer")._default_loss_fn
     common = {"num_layers": sizes.layers, "embed_dim": sizes.width, "hidden_dim": sizes.hidden}
     common |= {"num_heads": sizes.heads, "num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
     common |= {vocabulary: sizes.vocabulary}
@@ -233,14 +238,18 @@ def tunix_llama3(sizes: Sizes) -> Case:
 
 @model(**_TUNIX)
 def tunix_qwen3(sizes: Sizes) -> Case:
-    options = {"rope_theta": 1_000_000, "norm_eps": 1e-6, "use_tied_embedding": True}
+    options: dict[str, Any] = {"rope_theta": 1_000_000, "norm_eps": 1e-6, "use_tied_embedding": True}
     return _of_tunix(sizes, "Qwen3", "qwen3", dtype=sizes.dtype, param_dtype=sizes.dtype, **options)
 
 
 @model(**_TUNIX)
 def tunix_gemma2(sizes: Sizes) -> Case:
     """Soft caps, norms before and behind, attention of two kinds; each block under a checkpoint."""
-    options = {"final_logit_softcap": 30.0, "attn_logits_soft_cap": 50.0, "sliding_window_size": sizes.length // 2}
+    options: dict[str, Any] = {
+        "final_logit_softcap": 30.0,
+        "attn_logits_soft_cap": 50.0,
+        "sliding_window_size": sizes.length // 2,
+    }
     options |= {"use_post_attn_norm": True, "use_post_ffw_norm": True, "kinds": ("LOCAL_SLIDING", "GLOBAL")}
     return _of_tunix(sizes, "Gemma", "gemma", "num_embed", remat="BLOCK", **options)
 
@@ -268,7 +277,7 @@ _TRAINING = ("clu", "tensorflow", "tensorflow_datasets", "tensorflow_text", "ml_
 def flax_lm1b(sizes: Sizes) -> Case:
     """Packed rows, dropout, label smoothing; the logits are read by the metrics too."""
     sys.path.insert(0, str(folder_of(FLAX) / "examples/lm1b"))
-    models, train = importlib.import_module("models"), importlib.import_module("train")
+    models, train = imported("models"), imported("train")
     config = models.TransformerConfig(
         vocab_size=sizes.vocabulary,
         output_vocab_size=sizes.vocabulary,
@@ -307,7 +316,7 @@ def flax_lm1b(sizes: Sizes) -> Case:
 
 
 def folder_of(repository: tuple[str, str]) -> Path:
-    """Where the files of a repository lie."""
+    """The folder of a repository's files."""
     return Path(os.environ["CODA_JAX_ZOO"]) / "github" / repository[0] / repository[1]
 
 
@@ -320,7 +329,7 @@ def folder_of(repository: tuple[str, str]) -> Path:
 def t5x_t5(sizes: Sizes) -> Case:
     """An encoder and a decoder, relative positions, gated GELU, dropout; a loss with z-loss by its custom_vjp."""
     sys.path.insert(0, str(folder_of(T5X)))
-    network, losses = importlib.import_module("t5x.examples.t5.network"), importlib.import_module("t5x.losses")
+    network, losses = imported("t5x.examples.t5.network"), imported("t5x.losses")
     config = network.T5Config(
         vocab_size=sizes.vocabulary,
         dtype=sizes.dtype,
@@ -352,7 +361,7 @@ def t5x_t5(sizes: Sizes) -> Case:
 def nanodo(sizes: Sizes) -> Case:
     """Each block under a checkpoint; the embedding is the head, in float32."""
     sys.path.insert(0, str(folder_of(NANODO)))
-    library, losses = importlib.import_module("nanodo.model"), importlib.import_module("nanodo.loss")
+    library, losses = imported("nanodo.model"), imported("nanodo.loss")
     losses.data.get_in_out = lambda x: (x, jnp.pad(x[:, 1:], ((0, 0), (0, 1))), (x > 0).astype(jnp.float32))
     of = {
         "D": sizes.width,
@@ -372,8 +381,10 @@ def nanodo(sizes: Sizes) -> Case:
     return Case(loss, of_linen(module, batch["inputs"]), batch, has_aux=True)
 
 
-_GEMMA_FILES = ("transformer", "transformer_cfg", "layers", "modules", "params", "helpers", "sow_lib", "train")
-_GEMMA_FILES += ("positional_embeddings",)
+_GEMMA_FILES = (
+    *("transformer", "transformer_cfg", "layers", "modules", "params", "helpers", "sow_lib", "train"),
+    "positional_embeddings",
+)
 
 
 @model(
@@ -384,8 +395,8 @@ _GEMMA_FILES += ("positional_embeddings",)
 def flax_gemma(sizes: Sizes) -> Case:
     """The logits are a result beside the loss: the example's trainer gives them to its metrics. Float32 parameters."""
     sys.path.insert(0, str(folder_of(FLAX) / "examples/gemma"))
-    train, library = importlib.import_module("train"), importlib.import_module("transformer")
-    configs = importlib.import_module("transformer_cfg")
+    train, library = imported("train"), imported("transformer")
+    configs = imported("transformer_cfg")
     config = configs.TransformerConfig(
         num_layers=sizes.layers,
         num_embed=sizes.vocabulary,
@@ -424,7 +435,7 @@ def flax_gemma(sizes: Sizes) -> Case:
 def flax_nlp_seq(sizes: Sizes) -> Case:
     """A tagger with dropout: the classes are few."""
     sys.path.insert(0, str(folder_of(FLAX) / "examples/nlp_seq"))
-    models, train = importlib.import_module("models"), importlib.import_module("train")
+    models, train = imported("models"), imported("train")
     config = models.TransformerConfig(
         vocab_size=sizes.vocabulary,
         output_vocab_size=50,
@@ -458,7 +469,7 @@ def flax_nlp_seq(sizes: Sizes) -> Case:
 def t5x_scalable_t5(sizes: Sizes) -> Case:
     """Layers in a scan under a checkpoint that keeps products, dropout, a loss with z-loss and smoothed labels."""
     sys.path.insert(0, str(folder_of(T5X)))
-    network, losses = importlib.import_module("t5x.examples.scalable_t5.network"), importlib.import_module("t5x.losses")
+    network, losses = imported("t5x.examples.scalable_t5.network"), imported("t5x.losses")
     config = network.T5Config(
         vocab_size=sizes.vocabulary,
         dtype=sizes.dtype,
@@ -498,7 +509,7 @@ BIG_VISION = ("google-research/big_vision", "0127fb6b337ee2a27bf4e54dea79cff1765
 def big_vision_vit(sizes: Sizes) -> Case:
     """A ViT: layers in a scan of which a checkpoint keeps nothing, a sigmoid loss of classes."""
     sys.path.insert(0, str(folder_of(BIG_VISION)))
-    vit, utils = importlib.import_module("big_vision.models.vit"), importlib.import_module("big_vision.utils")
+    vit, utils = imported("big_vision.models.vit"), imported("big_vision.utils")
     side, rows = (224, 64) if sizes.width > 1000 else (32, 8)
     module = vit.Model(
         1000,
@@ -535,7 +546,7 @@ _KERAS = {"requirements": KERAS, "absent": _KERAS_ABSENT}
 
 
 def _of_keras(sizes: Sizes, task: str, backbone: str, heads: str, **options: Any) -> Case:
-    keras, hub = importlib.import_module("keras"), importlib.import_module("keras_hub")
+    keras, hub = imported("keras"), imported("keras_hub")
     policy = "float32" if sizes.dtype == jnp.float32 else "mixed_bfloat16"
     options = {
         "vocabulary_size": sizes.vocabulary,
@@ -605,10 +616,14 @@ def _of_maxtext(sizes: Sizes, **options: Any) -> Case:
     for name in ("must_fuse_call",):  # of a newer jax, for kernels of TPUs
         if not hasattr(xla_metadata, name):
             setattr(xla_metadata, name, None)
-    train = importlib.import_module("maxtext.trainers.pre_train.train")
-    pyconfig = importlib.import_module("maxtext.configs.pyconfig")
-    creation = importlib.import_module("maxtext.utils.model_creation_utils")
-    of = {"base_emb_dim": sizes.width, "base_mlp_dim": sizes.hidden, "base_num_query_heads": sizes.heads}
+    train = imported("maxtext.trainers.pre_train.train")
+    pyconfig = imported("maxtext.configs.pyconfig")
+    creation = imported("maxtext.utils.model_creation_utils")
+    of: dict[str, Any] = {
+        "base_emb_dim": sizes.width,
+        "base_mlp_dim": sizes.hidden,
+        "base_num_query_heads": sizes.heads,
+    }
     of |= {"base_num_kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim, "base_num_decoder_layers": sizes.layers}
     of |= {"max_target_length": sizes.length, "vocab_size": sizes.vocabulary, "dtype": jnp.dtype(sizes.dtype).name}
     of |= {"per_device_batch_size": sizes.batch // DEVICES, "run_name": "zoo", "enable_checkpointing": False}
@@ -621,7 +636,7 @@ def _of_maxtext(sizes: Sizes, **options: Any) -> Case:
     written = [
         f"{name}={value}".replace("True", "true").replace("False", "false") for name, value in (of | options).items()
     ]
-    config = pyconfig.initialize(["", str(Path(pyconfig.__file__).parent / "base.yml"), *written])
+    config = pyconfig.initialize(["", str(Path(str(pyconfig.__file__)).parent / "base.yml"), *written])
     axes = tuple(config.mesh_axes)
     shape = tuple(DEVICES if axis == "fsdp" else 1 for axis in axes)
     mesh = jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
@@ -633,7 +648,7 @@ def _of_maxtext(sizes: Sizes, **options: Any) -> Case:
 
     with on():
         made = nnx.eval_shape(lambda: creation.from_config(config, mesh=mesh, rngs=nnx.Rngs(0)))
-        graph, state, others = nnx.split(made, nnx.Param, ...)
+        graph, state, others = nnx.split(made, nnx.Param, ...)  # type: ignore[misc]
         lies = nn.logical_to_mesh_sharding(nnx.get_partition_spec(state), mesh, config.logical_axis_rules)
     others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
     positions = np.broadcast_to(np.arange(sizes.length, dtype=np.int32), (sizes.batch, sizes.length))
@@ -689,7 +704,7 @@ HAIKU_FILES = ("dm-haiku", "f4d858a5cbb29140855d68f81f5fd625e078a5ae")
 def haiku_transformer(sizes: Sizes) -> Case:
     """Dropout, a head with a bias, targets as one-hot arrays, a mask."""
     sys.path.insert(0, str(folder_of(("google-deepmind/dm-haiku", HAIKU_FILES[1]))))
-    train = importlib.import_module("examples.transformer.train")
+    train = imported("examples.transformer.train")
     train.dataset.VOCAB_SIZE, train.dataset.PAD_TOKEN = sizes.vocabulary, 0
     train.NUM_LAYERS, train.NUM_HEADS, train.MODEL_SIZE = sizes.layers, sizes.heads, sizes.width
     train.KEY_SIZE = sizes.width // sizes.heads
@@ -710,7 +725,7 @@ EQUINOX_FILES = ("patrick-kidger/equinox", "9336d820b2ef66b360fc6cb3611b3da5cefb
 
 
 def _of_notebook(name: str, begins: tuple[str, ...]) -> dict[str, Any]:
-    """What the cells of a notebook of Equinox that begin so define."""
+    """The names that cells of a notebook of Equinox define, of those that begin so."""
     notebook = json.loads((folder_of(EQUINOX_FILES) / f"docs/examples/{name}.ipynb").read_text())
     library = sys.modules[f"zoo_{name}"] = ModuleType(f"zoo_{name}")
     for cell in notebook["cells"]:
@@ -727,7 +742,7 @@ def _of_notebook(name: str, begins: tuple[str, ...]) -> dict[str, Any]:
 )
 def equinox_bert(sizes: Sizes) -> Case:
     """The BERT of Equinox's pages: modules of one row under vmap, of one token under a second, with dropout."""
-    eqx = importlib.import_module("equinox")
+    eqx = imported("equinox")
     module = _of_notebook("bert", ("import ", "class ", "@eqx.filter_value_and_grad"))
     config = {
         "vocab_size": sizes.vocabulary,
@@ -767,7 +782,7 @@ def equinox_bert(sizes: Sizes) -> Case:
 )
 def equinox_vit(sizes: Sizes) -> Case:
     """The vision transformer of Equinox's pages: one token more than a power of 2, and a loss of 10 classes."""
-    eqx = importlib.import_module("equinox")
+    eqx = imported("equinox")
     module = _of_notebook("vision_transformer", ("import ", "# Hyper", "class ", "@eqx.filter_value_and_grad"))
     made = eqx.filter_eval_shape(
         lambda: module["VisionTransformer"](
@@ -799,7 +814,7 @@ def equinox_vit(sizes: Sizes) -> Case:
 
 
 class _OlderUtil:
-    """Of jax.util, which is no more, what AlphaFold calls."""
+    """The functions of jax.util, which is no more, that AlphaFold calls."""
 
     @staticmethod
     def wraps(function: Callable[..., Any], docstr: str = "") -> Callable[..., Any]:
@@ -816,11 +831,11 @@ def alphafold_evoformer(sizes: Sizes) -> Case:
     for name, of_older_jax in {"tree_map": jax.tree.map, "util": _OlderUtil}.items():
         if not hasattr(jax, name):
             setattr(jax, name, of_older_jax)
-    hk = importlib.import_module("haiku")
-    modules = importlib.import_module("alphafold.model.modules")
-    layer_stack = importlib.import_module("alphafold.model.layer_stack")
-    prng = importlib.import_module("alphafold.model.prng")
-    config = importlib.import_module("alphafold.model.config").model_config("model_1").model
+    hk = imported("haiku")
+    modules = imported("alphafold.model.modules")
+    layer_stack = imported("alphafold.model.layer_stack")
+    prng = imported("alphafold.model.prng")
+    config = imported("alphafold.model.config").model_config("model_1").model
     config.global_config.use_remat = True
     evoformer, heads = config.embeddings_and_evoformer.evoformer, config.heads
     rows, residues = (128, 256) if sizes.width > 1000 else (32, 64)
@@ -871,8 +886,8 @@ PENZAI = ("penzai==0.2.5", "treescope==0.1.10", "ordered-set==4.1.0", *EQUINOX)
 @model(requirements=PENZAI)
 def penzai_llama(sizes: Sizes) -> Case:
     """Named axes; the loss is a mean of log-probabilities."""
-    pz = importlib.import_module("penzai.pz")
-    library = importlib.import_module("penzai.models.transformer.variants.llamalike_common")
+    pz = imported("penzai.pz")
+    library = imported("penzai.models.transformer.variants.llamalike_common")
     config = library.LlamalikeTransformerConfig(
         num_kv_heads=sizes.kv_heads,
         query_head_multiplier=sizes.heads // sizes.kv_heads,
@@ -926,8 +941,8 @@ def levanter_llama(sizes: Sizes) -> Case:
         tree_util.BuiltInKeyEntry = object  # type: ignore[attr-defined]
     if not hasattr(lax_numpy, "_einsum"):  # where an older jax had it
         lax_numpy._einsum = einsum._einsum  # type: ignore[attr-defined]
-    eqx, hax = importlib.import_module("equinox"), importlib.import_module("haliax")
-    llama, lm_model = (importlib.import_module(f"levanter.models.{name}") for name in ("llama", "lm_model"))
+    eqx, hax = imported("equinox"), imported("haliax")
+    llama, lm_model = (imported(f"levanter.models.{name}") for name in ("llama", "lm_model"))
     split = lambda key, count: jax.random.split(key, count) if count > 1 else jax.random.split(key)[0]  # noqa: E731
     llama.jrandom = argparse.Namespace(split=split)  # one key, as an older jax took an array of one
     config = llama.LlamaConfig(
@@ -1041,7 +1056,7 @@ def compiled(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def lines_of(name: str) -> Iterator[dict[str, Any]]:
-    """What is found of a model, a dict for each door."""
+    """The findings of a model, a dict for each door."""
     entry = MODELS[name]
     folder = Path(os.environ["CODA_JAX_ZOO"])
     fetch(entry, folder)
