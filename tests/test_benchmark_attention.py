@@ -289,7 +289,7 @@ def test_explain(run, tmp_path, capsys):
     [
         ("--cases=nothing", "--cases: no name has it; the cases are causal_tiny"),
         ("--cases=[", "'\\[' is no regular expression"),
-        ("--variants=flash", "--variants: flash is none of coda, coda_intervals, xla"),
+        ("--variants=flash", "--variants: flash is none of coda, coda_intervals, coda_mask, xla"),
         ("--alone=-1", "--alone must not be negative"),
         ("--seconds=0", "--seconds must be positive: 0.0, 0.0"),
     ],

@@ -178,8 +178,9 @@ def _is_literal(x: Any) -> bool:
     return isinstance(x, core.Literal)
 
 
-def _needed(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-    """The equation of arrays that are used alone."""
+def _needed(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """The equation of arrays that are used alone; newer JAX says before it which of its arguments are."""
+    equation = rest[-1]
     if not any(used):
         return used, None
     arrays, results = (
