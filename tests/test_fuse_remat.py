@@ -170,12 +170,16 @@ def checkpointed(f, policy="dots"):
     return jax.checkpoint(f, policy=POLICIES[policy])
 
 
+def repeated(f, x):
+    return jax.lax.scan(lambda x, _: (f(x), None), x, None, length=3)[0]
+
+
 def scan_of_layers(w, x):
-    return jax.lax.scan(lambda x, _: (two(w, x), None), x, None, length=3)[0]
+    return repeated(lambda x: two(w, x), x)
 
 
 HOLDERS = {
-    "scan": lambda w, x: jax.lax.scan(lambda x, _: (checkpointed(two)(w, x), None), x, None, length=3)[0],
+    "scan": lambda w, x: repeated(lambda x: checkpointed(two)(w, x), x),
     "checkpoint_of_scan": checkpointed(scan_of_layers),
     "checkpoint_of_fori_loop": checkpointed(lambda w, x: jax.lax.fori_loop(0, 3, lambda _, x: two(w, x), x)),
     "checkpoint_of_scan_and_product": checkpointed(lambda w, x: jnp.tanh(scan_of_layers(w, x)) @ w["out"]),
@@ -210,7 +214,7 @@ def with_callback(w, x):
 
 PARTS = {  # of a checkpoint, which computes their results again
     "scan": scan_of_layers,
-    "scan_of_gated": lambda w, x: jax.lax.scan(lambda x, _: (gated(w, x), None), x, None, length=3)[0],
+    "scan_of_gated": lambda w, x: repeated(lambda x: gated(w, x), x),
     "two_scans": lambda w, x: scan_of_layers(w, jnp.sin(scan_of_layers(w, x))),
     "scan_and_product": lambda w, x: jnp.tanh(scan_of_layers(w, x)) @ w["out"],
     "fori_loop": lambda w, x: jax.lax.fori_loop(0, 3, lambda _, x: two(w, x), x) @ w["out"],
@@ -229,6 +233,25 @@ def test_results_of_a_part_are_made_again_from_what_is_kept(name, policy):
     (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)
     assert max(fused) <= own
     assert bytes_kept <= bytes_of_jax
+
+
+OTHERS = {  # checkpoints of another policy, and products in front of what JAX computes again
+    "other_checkpoint": lambda w, x: jnp.tanh(checkpointed(two, "none")(w, x)) @ w["out"],
+    "scan_of_other_checkpoints": lambda w, x: repeated(lambda x: checkpointed(two, "none")(w, jnp.tanh(x @ w["q"])), x),
+    "product_and_scan": lambda w, x: scan_of_layers(w, jnp.tanh(x @ w["q"])),
+}
+
+
+@pytest.mark.parametrize("policy", ["names_of_products", "names_behind_epilogues", "names_but_these"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_holds_other_checkpoints_is_made_again_once(name, policy):
+    """A checkpoint keeps for its own backward pass what the policies around it keep, and makes it again of nothing."""
+    f, args = loss_of(checkpointed(OTHERS[name], policy)), (weights(), inputs())
+    (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)
+    assert max(fused) <= own
+    assert bytes_kept <= bytes_of_jax
+    gradients = [jax.jit(jax.grad(one, argnums=(0, 1)))(*args) for one in (coda.fuse(f), f)]
+    assert largest_error(*gradients) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["scan", "cond", "scan_and_product"])

@@ -23,7 +23,6 @@ from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
 from coda_jax.fusion.rows import MARKS
-from coda_jax.fusion.straight import CHECKPOINTS
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.fusion.words import words_of_call, words_of_map
 from coda_jax.graph import values as nodes
@@ -35,7 +34,7 @@ from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Leaf, Product, Value, is_seen, mapped
-from coda_jax.jaxprs.walk import equations, inner_jaxprs
+from coda_jax.jaxprs.walk import inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_sharding, vary
 
 
@@ -516,12 +515,9 @@ class Lift:
     def _is_apart(self, unit: Unit, remat: Remat) -> bool:
         """True for a call that is a checkpoint of this policy by itself, beside the one that holds it.
 
-        JAX computes other calls again where their results are read again, with what their derivatives read. But a
-        checkpoint of another policy in it would compute all again; and so would the product be run again whose epilogue
-        makes what the call reads of what the policy keeps.
+        JAX computes other calls again where their results are read again, with what their derivatives read. But here
+        the product would be run again whose epilogue makes what the call reads of what the policy keeps.
         """
-        if _has_other_checkpoint(unit.equations, remat):
-            return True
         known, kept = self._without_products[remat], self._kept[remat]
         reads_maps = any(known.get(x, ARGUMENT) is not ARGUMENT and x not in kept for x in unit.inputs)
         return reads_maps and all(x in known for x in unit.results)
@@ -603,13 +599,6 @@ def _data_type(x: Any) -> Any:
         # By a function of its own: JAX keeps something of each trace for as long as the function lives.
         return jax.eval_shape(lambda key: jax.random.key_data(key), jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
     return typed(x.aval)
-
-
-def _has_other_checkpoint(group: Sequence[Equation], remat: Remat) -> bool:
-    """True if one of the equations is a checkpoint of another policy, or holds one."""
-    inner = (e for equation in group for body in inner_jaxprs(equation) for e, _ in equations(body))
-    checkpoints = (e for e in (*group, *inner) if e.primitive.name in CHECKPOINTS)
-    return any(e.params["policy"] != remat.policy for e in checkpoints)
 
 
 def _as_column(x: jax.Array) -> jax.Array:

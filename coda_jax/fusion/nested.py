@@ -14,7 +14,7 @@ from jax.extend import core
 
 from coda_jax.fusion.custom import CUSTOM_VJPS, Rule, may_be_opened, rule_of
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.remat import Remat, remat_of
+from coda_jax.fusion.remat import AnyOf, Remat, remat_of
 from coda_jax.fusion.straight import CHECKPOINTS, JITS, at_line, is_inner
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
@@ -54,6 +54,7 @@ class Nested:
         return results
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        equation = self._with_policies(equation)
         run, has_bodies = _rule(equation), any(map(has_products, inner_jaxprs(equation)))
         if run is _by_its_rule and self._keeps(opened(callee(equation))[0]):
             run = None  # the policies are asked about the equations of the rule
@@ -66,6 +67,18 @@ class Nested:
             for x, v in zip(inputs, equation.invars, strict=True)
         ]
         return run(self._function, equation, arrays)
+
+    def _with_policies(self, equation: Equation) -> Equation:
+        """The equation; a checkpoint with what the policies around it keep in it kept too, and not computed again."""
+        if equation.primitive.name not in CHECKPOINTS or equation.params.get("differentiated"):
+            return equation
+        body, own = opened(callee(equation))[0], equation.params["policy"]
+        keeping = [remat for remat in self._remats if any(answer is not None for answer in remat.answers(body))]
+        others = [remat for remat in keeping if remat.policy != own]
+        if not others:
+            return equation
+        policy = AnyOf((own, *others)) if own is not None else AnyOf(tuple(others))
+        return equation.replace(params={**equation.params, "policy": policy})
 
     def _keeps(self, jaxpr: core.Jaxpr) -> bool:
         """True if a policy keeps something of a jaxpr."""

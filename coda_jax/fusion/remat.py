@@ -55,7 +55,7 @@ class Remat:
     def answer(self, equation: Equation) -> Any:
         """The policy's answer about an equation; None where its results are computed again."""
         answer = self.policy(equation.primitive, *(x.aval for x in equation.invars), **equation.params)
-        return None if answer is False or isinstance(answer, type(Recompute)) else answer
+        return answer if _is_kept(answer) else None
 
     def answers(self, jaxpr: core.Jaxpr) -> Iterator[Any]:
         """The answers about all equations that hold no others, with those in loops and calls."""
@@ -136,6 +136,21 @@ class Remat:
         ]
 
 
+@dataclasses.dataclass(frozen=True)
+class AnyOf:
+    """The policy that keeps what one of these policies keeps, with the answer of the first that does."""
+
+    policies: Sequence[Callable[..., Any]]
+
+    def __call__(self, primitive: Any, *types: Any, **params: Any) -> Any:
+        answers = (policy(primitive, *types, **params) for policy in self.policies)
+        return next(filter(_is_kept, answers), False)
+
+
+def _is_kept(answer: Any) -> bool:
+    return answer is not False and not isinstance(answer, type(Recompute))
+
+
 def is_cheap(equation: Equation) -> bool:
     """True for an equation that is no product, and computes no function of its own."""
     return equation.primitive.name in _CHEAP
@@ -151,8 +166,8 @@ class KeptName(str):
     answers: Mapping[Remat, Any]
 
     @classmethod
-    def of(cls, answers: Mapping[Remat, Any]) -> KeptName:
-        name = cls("coda_kept")
+    def of(cls, answers: Mapping[Remat, Any], text: str) -> KeptName:
+        name = cls(text)
         name.answers = answers
         return name
 

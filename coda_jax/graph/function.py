@@ -172,7 +172,10 @@ class Derivative:
         graph, known = self.graph, self.graph.known(arrays)
         dtypes = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.kept)]
         plan, count = self.forward_plan, len(graph.outputs)
-        made = run(plan, known, out_dtypes=dtypes, names=self._names, **graph.pass_options(plan))
+        given = self._names
+        if graph.answers is not None:  # policies that it knows keep what has their names, and nothing beside it
+            given = {x: graph.answers.name({}, name) for x, name in given.items()}
+        made = run(plan, known, out_dtypes=dtypes, names=given, **graph.pass_options(plan))
         made = self._named(made)
         if graph.answers is not None:
             names = [self._policies_name(i) for i in range(len(made))]

@@ -148,7 +148,8 @@ class Answers:
       calls: the same for what the derivatives of calls keep.
       kept_in_calls: the calls in which a policy keeps something: JAX computes their results again from that.
       cheap: the calls that are computed again as maps are.
-      name: makes the name of an array with such answers, for `checkpoint_name`.
+      name: makes the name of an array with such answers, for `checkpoint_name`; the second argument is what policies
+        read that are none of these.
       names_outputs: whether outputs have names too, where they follow with no product from what a policy keeps, and
         not from what the backward pass is given of that: what follows in a checkpoint starts from these.
       is_least: whether what is made of kept values with no product is computed again, and not kept beside them.
@@ -160,7 +161,7 @@ class Answers:
     calls: Mapping[Call, Mapping[Any, Any]]
     kept_in_calls: Collection[Call]
     cheap: Collection[Call]
-    name: Callable[[Mapping[Any, Any]], str]
+    name: Callable[[Mapping[Any, Any], str], str]
     names_outputs: bool = True
     is_least: bool = False
     is_part: bool = False
@@ -186,7 +187,7 @@ class Answers:
         answers = {x: found.of(x) for x in chosen}
         if self.names_outputs:
             answers |= {x: found.of_output(x, chosen) for x in outputs if x not in answers}
-        return chosen, {x: self.name(of) for x, of in answers.items() if of}
+        return chosen, {x: self.name(of, "coda_kept") for x, of in answers.items() if of}
 
 
 class _Found:
@@ -241,13 +242,17 @@ class _Found:
     def with_products(self, chosen: Sequence[Value], *, is_part: bool) -> list[Value]:
         """The values, and those that are kept without a policy and need a product again that JAX runs again anyway.
 
-        These are the results of calls in which a policy keeps something, which JAX computes again with what it keeps;
-        of a part of a checkpoint all that are no maps of leaves and of the values.
+        These are the results of calls in which a policy keeps something, which JAX computes again with what it keeps,
+        with the products that these calls read; of a part of a checkpoint all that are no maps of leaves and of the
+        values.
         """
-        found = dict.fromkeys(chosen)
-        for x in sorted(self._kept.difference(chosen), key=lambda x: x.number):
-            is_of_call = isinstance(x, Result) and x.call in self._kept_in_calls
-            if is_of_call or (is_part and not (self._is_map(x) and self._is_made_of(x, found))):
+        found, others = dict.fromkeys(chosen), sorted(self._kept.difference(chosen), key=lambda x: x.number)
+        of_calls = [x for x in others if isinstance(x, Result) and x.call in self._kept_in_calls]
+        again = set(reachable([y for x in of_calls for y in x.inputs], found)).difference(found)
+        again = {x for x in again if isinstance(x, Product)}
+        for x in others:
+            is_again = is_part or not again.isdisjoint((x, *x.inputs))
+            if x in of_calls or (is_again and not (self._is_map(x) and self._is_made_of(x, found))):
                 found[x] = None
         return sorted(found, key=lambda x: x.number)
 
