@@ -257,9 +257,15 @@ def test_what_holds_other_checkpoints_is_made_again_once(name, policy):
 @pytest.mark.parametrize("name", ["scan", "cond", "scan_and_product"])
 def test_parts_are_made_again_from_what_is_offloaded(name):
     f, args = loss_of(checkpointed(PARTS[name], "offloaded_names")), (weights(), inputs())
-    own, fused = (products(jax.grad(one, argnums=(0, 1)), *args) for one in (f, coda.fuse(f)))
-    assert fused <= own
-    assert kept(coda.fuse(f), *args) <= kept(f, *args)
+    (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)
+    assert max(fused) <= own
+    assert bytes_kept <= bytes_of_jax
+    expected, *found = (
+        jax.grad(f, argnums=(0, 1))(*args),
+        jax.grad(coda.fuse(f), argnums=(0, 1))(*args),
+        coda.fuse(jax.grad(f, argnums=(0, 1)))(*args),
+    )
+    assert max(largest_error(one, expected) for one in found) < 1e-5
 
 
 @pytest.mark.smoke

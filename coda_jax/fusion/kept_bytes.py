@@ -34,7 +34,7 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callabl
 
     whole: Callable[..., list[jax.Array]] = core.jaxpr_as_fun(closed)
     whole = whole if policy is None else jax.checkpoint(whole, policy=policy)
-    has_while = any(equation.primitive.name == "while" for equation, _ in equations(closed.jaxpr))
+    has_transpose = not any(e.primitive.name == "while" or _is_offloading(e) for e, _ in equations(closed.jaxpr))
 
     def residuals(*arrays: jax.Array) -> list[jax.Array]:
         def function(floats: list[jax.Array]) -> list[jax.Array]:
@@ -43,7 +43,7 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callabl
 
         floats = [x for x, flag in zip(arrays, is_differentiated, strict=True) if flag]
         outputs, pullback = jax.vjp(function, floats)
-        if has_while:  # it has tangents, and no transpose
+        if not has_transpose:  # it may have tangents alone, which JAX says here
             pullback([_zeros(x) for x in outputs])
         return jax.tree.leaves(pullback)
 
@@ -54,6 +54,15 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callabl
     arguments = set(jaxpr.invars)
     kept: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - arguments
     return sum(math.prod(x.aval.shape) * (4 if is_key(x.aval) else np.dtype(x.aval.dtype).itemsize) for x in kept)
+
+
+def _is_offloading(equation: core.JaxprEqn) -> bool:
+    """True for an equation that moves an array into the host's memory, as the policy of a derivative does.
+
+    JAX does not transpose it.
+    """
+    spaces = [x.aval.memory_space for x in equation.outvars if isinstance(x.aval, jax.core.ShapedArray)]
+    return equation.primitive.name == "device_put" and jax.memory.Space.Host in spaces
 
 
 def _zeros(x: Any) -> Any:
