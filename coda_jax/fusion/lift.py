@@ -23,6 +23,7 @@ from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
 from coda_jax.fusion.rows import MARKS
+from coda_jax.fusion.straight import CHECKPOINTS
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.fusion.words import words_of_call, words_of_map
 from coda_jax.graph import values as nodes
@@ -34,7 +35,8 @@ from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Leaf, Product, Value, is_seen, mapped
-from coda_jax.jaxprs.walk import inner_jaxprs
+from coda_jax.jaxprs.graph import LOOPS
+from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_sharding, vary
 
 
@@ -518,6 +520,9 @@ class Lift:
         JAX computes other calls again where their results are read again, with what their derivatives read. But here
         the product would be run again whose epilogue makes what the call reads of what the policy keeps.
         """
+        inner = (e for equation in unit.equations for body in inner_jaxprs(equation) for e, _ in equations(body))
+        if not any(e.primitive.name in LOOPS | CHECKPOINTS for e in (*unit.equations, *inner)):
+            return True
         known, kept = self._without_products[remat], self._kept[remat]
         reads_maps = any(known.get(x, ARGUMENT) is not ARGUMENT and x not in kept for x in unit.inputs)
         return reads_maps and all(x in known for x in unit.results)
