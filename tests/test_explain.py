@@ -15,6 +15,7 @@ import coda_jax as coda
 from benchmarks.lab.kernel_records import lowered
 from benchmarks.lab.machine_code import disassembly
 from coda_jax import ffi
+from coda_jax.tools import explain
 from tests.nvrtc import needs_nvrtc
 
 A, B = jax.ShapeDtypeStruct((32, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 24), jnp.bfloat16)
@@ -45,6 +46,7 @@ import jax, jax.numpy as jnp
 from jax import export
 import coda_jax as coda
 from coda_jax import ffi
+from coda_jax.tools import explain
 
 ffi._nvrtc_libraries = lambda: [("", "libnvrtc-of-nowhere.so")]
 ffi._configure()
@@ -160,3 +162,23 @@ def test_no_source_unless_it_is_asked_for():
     assert [p.source for p in found.products] == [None]
     elsewhere = coda.explain(coda.gemm, A, B, platform="cpu", source=True)
     assert [p.source for p in elsewhere.products] == [None]
+
+
+def test_equal_products_of_layers_are_looked_at_once(monkeypatch):
+    """They differ by their names alone, and each has its own name and the same costs as by itself."""
+    looked_at = []
+    one = explain._product
+    monkeypatch.setattr(explain, "_product", lambda equation, *rest: looked_at.append(equation) or one(equation, *rest))
+
+    def layers(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w) @ w
+        return x
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    found = coda.explain(coda.fuse(layers), w, w, platform="cuda")
+    assert found.kernels == 8 and len(found.products) > 2 == len(looked_at)
+    assert len({product.epilogue for product in found.products}) == len(found.products)
+    single = coda.explain(coda.fuse(lambda w, x: jnp.tanh(x @ w) @ w), w, w, platform="cuda")
+    assert {product.cost for product in found.products} == {product.cost for product in single.products}
+    assert found.totals.flops == 4 * single.totals.flops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -274,6 +274,7 @@ def explained(
     products, notes = collections.Counter[Product](), collections.Counter[str]()
     blocks, attention_calls = collections.Counter[str](), collections.Counter[AttentionCall]()
     remedies: dict[str, str] = {}
+    known: dict[Hashable, Product] = {}
     trace = traced(function, args, kwargs, static_numbers=static_numbers or isinstance(function, Fused))
     jaxpr = needed(trace)
     calls = Calls(jaxpr)
@@ -281,7 +282,7 @@ def explained(
     for equation, times in calls_of_equations:
         if equation.primitive in PRIMITIVES:
             with as_if_attached(named):
-                product = _product(equation, platform, num_devices, source, told)
+                product = _product_once(known, equation, platform, num_devices, source, told)
             products[product] += times
             calls.add(product, equation)
         elif equation.primitive in FORMS:
@@ -332,6 +333,23 @@ def _left_to_xla(
         for one_left, count in left_in(graph, graph_passes).items():
             reasons[one_left] += count * graph.times
     return dict(passes), dict(attention), dict(kept), dict(between), dict(reasons)
+
+
+def _product_once(
+    known: dict[Hashable, Product],
+    equation: core.JaxprEqn,
+    platform: str,
+    num_devices: int,
+    with_source: bool,
+    device: str | None,
+) -> Product:
+    """As `_product`; `known` are those of one call, which differ by their names alone, as in the layers of a model."""
+    spec = equation.params["spec"]
+    is_named = with_source or spec.config is not None  # the source has the name, and so may an error
+    key = spec if is_named else spec.replace(name=""), tuple(x.aval for x in equation.invars)
+    if key not in known:
+        known[key] = _product(equation, platform, num_devices, with_source, device)
+    return dataclasses.replace(known[key], epilogue=spec.name)
 
 
 def _product(
