@@ -253,6 +253,7 @@ class Lift:
             )
         if out.aval.dtype != self.dtype and not self._is_rounded(out):
             product.made_of = value.made_of = frozenset({np.dtype(out.aval.dtype)})
+            product.is_wide = value.is_wide = has_narrow_range(self.dtype)
         if self.is_exact and out.aval.dtype != np.dtype(FLOAT32):
             value = mapped(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")
         self.values[out] = value
@@ -374,15 +375,21 @@ class Lift:
         if value not in values:
             value.source = equations[-1].source_info.traceback
         if isinstance(value, nodes.Map) and value.is_tile:
-            if self._is_read_in_float32(result):
-                value.made_of = frozenset({np.dtype(FLOAT32)})
-            elif self._is_rounded(result):
-                value.made_of = frozenset({self.dtype})
-                value.is_rounded |= value not in values
+            self._store_as(value, result, is_new=value not in values)
         for equation in equations:
             if equation.primitive.name in CONSTRAINTS:
                 self._made_of[equation.outvars[0]].append(value)
         return value
+
+    def _store_as(self, value: nodes.Map, result: Any, *, is_new: bool) -> None:
+        """Gives a tile the dtype that it has in memory."""
+        if self._is_read_in_float32(result):
+            value.made_of = frozenset({np.dtype(FLOAT32)})
+        elif self._is_rounded(result):
+            value.made_of = frozenset({self.dtype})
+            value.is_rounded |= is_new
+        elif has_narrow_range(self.dtype) and is_new:
+            value.is_wide = True
 
     def _is_whole_tile(self, x: Any) -> bool:
         """True for a variable with rows and columns both, more than one row."""

@@ -77,7 +77,7 @@ def cotangents_of(
                 _liken(dy, y)
             for x, dx in _input_cotangents(ys, dys, varies, inner):
                 if x in varies and dx is not None:
-                    terms[x].append(dx)
+                    terms[x].append(_as_wide(dx, x))
     totals = [_total(terms[leaf], bodies) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
     for leaf, total in zip(leaves, totals, strict=True):
         if total is not None:
@@ -91,6 +91,12 @@ def _constrain(dy: Value, y: Value) -> None:
         dy.spec = y.spec
 
 
+def _as_wide(dx: Value, x: Value) -> Value:
+    """A term of a cotangent, which may be beyond the range that its value may be beyond."""
+    dx.is_wide |= x.is_wide and isinstance(dx, Map) and dx.cotangent_of is None
+    return dx
+
+
 def _liken(dy: Value, y: Value) -> None:
     """Gives a cotangent the sharding, the rows and the dtype in memory of its value: the first that it is of."""
     _constrain(dy, y)
@@ -98,6 +104,7 @@ def _liken(dy: Value, y: Value) -> None:
         dy.cotangent_of = y
         dy.made_of = y.made_of if dy.is_tile else dy.made_of
         dy.is_rounded = y.is_rounded and dy.is_tile
+        dy.is_wide |= y.is_wide
 
 
 def _with_cotangents(value: Value) -> Sequence[Value]:

@@ -50,6 +50,8 @@ class Value:
       made_of: the dtypes of the floating tiles that a tile is made of; None is that of products.
       cotangent_of: the value of whose shape and rows it is; None for one that is no map's cotangent.
       is_rounded: the function that it is of has it in the products' dtype, and so a pass of XLA's hands it on.
+      is_wide: the function has it in float32, of which the products' dtype has not the range: a tile and its cotangents
+        are stored so.
       source: the traceback of the equation that it is of, where it is of a function's.
     """
 
@@ -63,6 +65,7 @@ class Value:
     made_of: frozenset[np.dtype[Any] | None] = frozenset({None})
     cotangent_of: Value | None = None
     is_rounded: bool = False
+    is_wide: bool = False
     source: Any = None
 
     def __init__(self, shape: Sequence[Any], dtype: Any):
@@ -75,13 +78,15 @@ class Value:
         """The dtype in which it is stored in memory, where products have this dtype.
 
         A tile has that of the floating tiles with most columns that it is made of; float32 if they differ, as for the
-        sum of a float32 stream and a product. Other floats are float32, and other dtypes are unchanged, as are those
-        that maps do not see.
+        sum of a float32 stream and a product, or if it is wide. Other floats are float32, and other dtypes are
+        unchanged, as are those that maps do not see.
         """
         if not is_float(self.dtype) or is_of_8_bits(self.dtype) or not is_seen(self.dtype):
             return self.dtype
         if self.is_factor:
             return np.dtype(dtype)
+        if self.is_wide:
+            return np.dtype(FLOAT32)
         dtypes = {np.dtype(dtype if x is None else x) for x in self.made_of}
         return dtypes.pop() if len(dtypes) == 1 and len(self.shape) > 1 else np.dtype(FLOAT32)
 
@@ -306,7 +311,7 @@ class Turned(Value):
     def __init__(self, x: Value):
         rows, columns = x.shape
         super().__init__((columns, rows), x.dtype)
-        self.inputs, self.made_of = (x,), x.made_of
+        self.inputs, self.made_of, self.is_wide = (x,), x.made_of, x.is_wide
 
 
 def turned(x: Value) -> Value:
