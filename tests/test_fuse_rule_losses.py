@@ -188,18 +188,72 @@ def test_a_rule_of_logits_is_evaluated_in_chunks(name, is_tied, small_chunks):
     assert [one.epilogue for one in coda.fuse.report(f, *args).products] == [("chunks of a custom_vjp",)]
 
 
-@pytest.mark.parametrize("name", ["plain", "with_aux", "not_linear", "selected", "scaled"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_of_a_fused_gradient_is_the_rules(name, small_chunks):
     args, f = arguments(), of_head(LOSSES[name])
     found, expected = (jax.jit(g)(*args) for g in (coda.fuse(with_gradients(f, name)), with_gradients(f, name)))
     assert largest_error(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["plain", "selected"])
-def test_a_fused_gradient_has_no_array_of_all_logits(name):
-    args, f = arguments(), of_head(LOSSES[name])
+ENDS = {
+    "plain": "linear_cross_entropy",
+    "selected": "linear_cross_entropy",
+    "scaled": "chunks of a loss and its gradient",
+    "not_linear": "chunks of a loss and its gradient",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_fused_gradient_has_no_array_of_all_logits(name, small_chunks):
+    args, f = arguments(jnp.bfloat16), of_head(LOSSES[name], is_tied=name == "scaled")
     products = coda.fuse.report(with_gradients(f, name), *args).products
-    assert [one.epilogue for one in products] == [("linear_cross_entropy",)] * 3
+    assert [one.epilogue for one in products] == [(ENDS[name],)] * 3
+    assert ENDS[name] == "linear_cross_entropy" or not arrays_of_logits(coda.fuse(with_gradients(f, name)), *args)
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_fused_gradient_moves_less_than_the_plain_one(name, chunks, monkeypatch):
+    monkeypatch.setattr(row_losses, "CHUNK_BYTES", 4 * 8192 * 8192 // chunks)
+    own = functools.partial(targets_of, vocabulary=8192)
+    shapes = (512, 8192), (4, 2048, 512), (4, 2048), (4, 2048)
+    dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32
+    args = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)]
+    monkeypatch.setitem(globals(), "targets_of", own)
+    monkeypatch.setitem(globals(), "VOCABULARY", 8192)
+    f = with_gradients(of_head(LOSSES[name]), name)
+    found, plain = (coda.explain(g, *args, platform="cuda", device="H100").totals for g in (coda.fuse(f), f))
+    assert found.passes_bytes < 0.75 * plain.passes_bytes
+    assert found.kept_bytes <= plain.kept_bytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["scaled", "not_linear"])
+def test_in_16_bits_a_fused_gradient_is_as_near_to_float32(name, dtype, small_chunks):
+    args, f = arguments(dtype), with_gradients(of_head(LOSSES[name]), name)
+    exact = f(*(x.astype(jnp.float32) for x in args[:2]), *args[2:])
+    error, own = (
+        largest_error(jax.tree.map(jnp.float32, found), exact)
+        for found in (jax.jit(g)(*args) for g in (coda.fuse(f), f))
+    )
+    assert error < 2 * own + 1e-3
+
+
+OF_ALL_TOKENS = {
+    "squared": lambda z, y, m: scaled(z, y, m) ** 2,
+    "returned": lambda z, y, m: (scaled(z, y, m), z),
+    "normalized": lambda z, y, m: scaled(z / jnp.std(z), y, m),
+    "read_by_tokens": lambda z, y, m: scaled(z, y, m) + jnp.sum(jnp.sin(jnp.cumsum(z, axis=1))),
+    "with_another_product": lambda z, y, m: scaled(z, y, m) + jnp.sum(jnp.sin(jnp.tanh(z) @ jnp.ones((VOCABULARY, 8)))),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL_TOKENS)
+def test_a_cotangent_that_depends_on_other_tokens_is_no_chunks(name, small_chunks):
+    args, f = arguments(), with_gradients(of_head(OF_ALL_TOKENS[name]), "with" * (name == "returned"))
+    assert largest_error(jax.jit(coda.fuse(f))(*args), jax.jit(f)(*args)) < 1e-5
+    products = coda.fuse.report(f, *arguments(jnp.bfloat16)).products
+    assert ("chunks of a loss and its gradient",) not in [one.epilogue for one in products]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -32,6 +32,7 @@ from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot
+from coda_jax.fusion.row_gradients import RowGradient, row_gradients
 from coda_jax.fusion.row_losses import RowLoss, row_losses
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
@@ -96,6 +97,11 @@ class _Site:
         return "token_logprobs" if self.sum is None else "linear_cross_entropy"
 
     @property
+    def products(self) -> Sequence[Equation]:
+        """The products that it makes."""
+        return [self.logits.product]
+
+    @property
     def results(self) -> Sequence[Any]:
         """The variables that it makes."""
         return list(self.reads) if self.sum is None else [self.sum.result]
@@ -126,7 +132,7 @@ class _Site:
         return any(isinstance(one, _Best) for one in self.reads.values())
 
 
-_AnySite = _Site | RowLoss
+_AnySite = _Site | RowLoss | RowGradient
 
 
 def with_losses(
@@ -144,8 +150,11 @@ def with_losses(
     """
     makers = Makers(closed.jaxpr)
     sites = list[_AnySite]()
-    by_rules = row_losses(makers, LEAST_VOCABULARY, sums) if rules else ()
-    candidates: list[_AnySite] = [*_sites(makers, sums), *(one for _, one in by_rules if isinstance(one, RowLoss))]
+    candidates: list[_AnySite] = list(_sites(makers, sums))
+    if rules:
+        by_rules = row_losses(makers, LEAST_VOCABULARY, sums)
+        candidates += [one for _, one in by_rules if isinstance(one, RowLoss)]
+        candidates += row_gradients(makers, LEAST_VOCABULARY)
     for site in candidates:
         if any(site.logits.product is one.logits.product for one in sites):
             continue
@@ -155,7 +164,7 @@ def with_losses(
     order = _order(makers, sites) if sites else None
     if order is None:
         return closed, []
-    return _replaced(closed, order), [(site.logits.product, site.operator) for site in sites]
+    return _replaced(closed, order), [(product, site.operator) for site in sites for product in site.products]
 
 
 def _order(makers: Makers, sites: Sequence[_AnySite]) -> list[Equation | _AnySite] | None:

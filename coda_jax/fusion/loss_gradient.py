@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.ends import end_of
 from coda_jax.fusion.logits import Logits
 from coda_jax.fusion.loss import arguments_of, heads, may_sum
 from coda_jax.fusion.makers import Makers
@@ -223,7 +224,8 @@ class _Site:
         gradients = (self._in_one_loop if one_loop else self._in_two_loops)(of, [values[x] for x in varied], values)
         for equation, kind, _ in self.wide.ends:
             (out,) = equation.outvars
-            values[out] = self._end(equation, kind, gradients[("dx", "dw", "dbias").index(kind)])
+            gradient = gradients[("dx", "dw", "dbias").index(kind)]
+            values[out] = end_of(self.makers, logits.dot, equation, kind, gradient)
 
     def _in_two_loops(self, of: Any, arrays: Sequence[jax.Array], values: dict[Any, Any]) -> Sequence[jax.Array]:
         """Adds the results to the values; the gradients are of logits that are computed again."""
@@ -295,22 +297,6 @@ class _Site:
         count = len(self._results)
         values.update(zip(self._results, outputs[:count], strict=True))
         return outputs[count:]
-
-    def _end(self, equation: Equation, kind: str, gradient: jax.Array) -> jax.Array:
-        """The array that an equation makes of the cotangent, from the gradient of the variable that it is of."""
-        (out,), dot = equation.outvars, self.logits.dot
-        if kind == "dx":
-            is_first = equation.invars[1] in self.makers.casts(dot.b)
-            axes = list(range(gradient.ndim))
-            order = axes if is_first else [*axes[dot.rows_a :], *axes[: dot.rows_a]]
-        elif kind == "dw":
-            is_first = equation.invars[1] in self.makers.casts(dot.a)
-            axes = list(range(gradient.ndim))
-            axes = axes if dot.transpose_b else [axes[-1], *axes[:-1]]  # the columns first
-            order = axes if is_first else [*axes[1:], axes[0]]
-        else:
-            order = list(range(gradient.ndim))
-        return jnp.transpose(gradient, order).reshape(out.aval.shape).astype(out.aval.dtype)
 
 
 def _run(equations: Iterable[Equation], values: dict[Any, Any]) -> None:

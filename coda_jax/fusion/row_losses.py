@@ -27,6 +27,7 @@ from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.rows import Rows, is_table
 from coda_jax.fusion.token_chunks import Product, TokenChunks, cotangents_read
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
+from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float, is_seen
 from coda_jax.operators.head.arguments import CHUNK_BYTES
 from coda_jax.operators.head.chunks import chunk_size
@@ -61,6 +62,11 @@ class RowLoss:
     operator = "chunks of a custom_vjp"
 
     @property
+    def products(self) -> Sequence[Equation]:
+        """The products that it makes."""
+        return [self.logits.product]
+
+    @property
     def arguments(self) -> list[Any]:
         """The variables that it reads."""
         beside = [] if self.sum is None else self.sum.arguments
@@ -78,10 +84,8 @@ class RowLoss:
 
     def outputs(self, values: dict[Any, Any]) -> list[jax.Array]:
         """The values of the results."""
-        x, w, options = self.logits.factors(values)
-        count, rows = len(self.logits.rows), math.prod(self.logits.rows)
-        x, of_rows = x.reshape(rows, -1), [values[y].reshape(rows, *y.aval.shape[count:]) for y in self.of_rows]
-        others, chunks = [values[y] for y in self.others], self.chunks(transpose_w=options["transpose_w"])
+        chunks, (x, w, of_rows, others) = self.chunks_of(values)
+        rows = math.prod(self.logits.rows)
         if self.sum is None:
             found = chunks.of_tokens(x, w, of_rows, others)
         else:
@@ -92,6 +96,16 @@ class RowLoss:
             found = chunks.summed(x, w, [*of_rows, *rows_of_sum], [*others, *others_of_sum, weights])
         each = zip(found, self.results, strict=True)
         return [y.reshape(out.aval.shape).astype(out.aval.dtype) for y, out in each]
+
+    def chunks_of(
+        self, values: dict[Any, Any]
+    ) -> tuple[TokenChunks, tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]]:
+        """How the numbers of all tokens are made, and of what: x (M, D), w, arrays (M, ...) and others."""
+        x, w, options = self.logits.factors(values)
+        count, rows = len(self.logits.rows), math.prod(self.logits.rows)
+        of_rows = [values[y].reshape(rows, *y.aval.shape[count:]) for y in self.of_rows]
+        arrays = x.reshape(rows, -1), w, of_rows, [values[y] for y in self.others]
+        return self.chunks(transpose_w=options["transpose_w"]), arrays
 
     def chunks(self, *, transpose_w: bool = False) -> TokenChunks:
         """How the numbers of all tokens are made."""
@@ -117,14 +131,15 @@ class RowLoss:
         *,
         has_derivatives: bool = True,
     ) -> list[jax.Array]:
-        """The numbers of each token, (rows,) each, from its logits (rows, V)."""
+        """The numbers of each token, (rows,) each, or (rows, V), from its logits (rows, V)."""
         rows, merged = z.shape[0], dataclasses.replace(self.merged, has_derivatives=has_derivatives)
         known = {self.start: z} | dict(zip(self.of_rows, of_rows, strict=True))
         known |= dict(zip(self.others, others, strict=True))
         for equation in self.equations:
             read = [merged.read(x) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
             known.update(zip(equation.outvars, merged.results(equation, read, rows), strict=True))
-        return [jnp.broadcast_to(known[x], (rows, *known[x].shape[1:])).reshape(rows) for x in self.numbers]
+        found = (jnp.broadcast_to(known[x], (rows, *known[x].shape[1:])) for x in self.numbers)
+        return [x.reshape(rows) if same_size(x.size, rows) else x.reshape(z.shape) for x in found]
 
     def _with_value(
         self, z: jax.Array, of_rows: Sequence[jax.Array], others: Sequence[jax.Array], **options: Any
@@ -158,7 +173,7 @@ def row_losses(makers: Makers, least: int, sums: bool) -> Iterator[tuple[Equatio
             for logits in logits_of(makers, equation, z, dot):
                 is_bare = logits.bias is None and logits.cap is None and logits.fill is None
                 if is_bare and logits.vocabulary == logits.columns and _are_read_by_a_rule(makers, logits):
-                    yield equation, _Region(makers, logits, sums).loss()
+                    yield equation, Region(makers, logits, sums).loss()
 
 
 def _are_read_by_a_rule(makers: Makers, logits: Logits) -> bool:
@@ -172,7 +187,7 @@ def _are_read_by_a_rule(makers: Makers, logits: Logits) -> bool:
     return False
 
 
-class _Region:
+class Region:
     """The equations that depend on logits, as far as they treat tokens alone."""
 
     def __init__(self, makers: Makers, logits: Logits, sums: bool):
@@ -200,8 +215,12 @@ class _Region:
         if any(is_table(x, self._logits.rows) for x in others) or not all(is_seen(x.aval.dtype) for x in beside):
             return "an array beside them differs along some axes of the tokens alone"
         merged = Merged(self._rows.counts, is_exact=True, rules=self._rows.rules)
-        loss = RowLoss(self._logits, self._start, equations, numbers, of_rows, others, merged)
+        loss = RowLoss(self._logits, self._start, equations, self._in_order(numbers), of_rows, others, merged)
         return self._summed(loss) if self._sums else loss
+
+    def _in_order(self, numbers: Sequence[Any]) -> Sequence[Any]:
+        """The numbers, as the loss has them."""
+        return numbers
 
     def _reason_of(self, equations: Sequence[Equation], made: Collection[Any], numbers: Sequence[Any]) -> str:
         """Why logits stay that these equations read, which make numbers that others read; empty if they do not."""
@@ -270,14 +289,26 @@ class _Region:
         read = {x for x in (*others, *variables(self._makers.jaxpr.outvars)) if x in made}
         return [x for e in self._makers.equations for x in e.outvars if x in read]
 
+    def _is_number(self, x: Any) -> bool:
+        """True for a variable () that is made of numbers alone."""
+        maker = None if x.aval.shape else self._makers.maker(x)
+        if maker is None or maker.primitive.name not in ELEMENTWISE:
+            return False
+        return all(map(self._is_number, variables(maker.invars)))
+
     def _with_makers(self, equations: Sequence[Equation], made: Collection[Any]) -> list[Equation]:
-        """The equations with those that make wide arrays beside the logits, as one-hot ones of labels."""
+        """The equations with those that make wide arrays beside the logits, as one-hot ones of labels, and numbers."""
         found = {id(e): e for e in equations}
         open_ = [x for e in equations for x in variables(e.invars)]
         while open_:
             x = open_.pop()
             maker = self._makers.maker(x)
-            if x in made or maker is None or id(maker) in found or not (self._rows.of(x) and self._is_wide(x)):
+            if x in made or maker is None or id(maker) in found:
+                continue
+            if self._is_number(x):
+                found[id(maker)] = maker
+                open_ += variables(maker.invars)
+            if not (self._rows.of(x) and self._is_wide(x)):
                 continue
             if maker.primitive.name not in CUSTOM_VJPS and self._rows.is_alone(maker, self._count):
                 found[id(maker)] = maker

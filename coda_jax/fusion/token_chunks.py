@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
@@ -46,34 +48,40 @@ class Product:
     dtype: Any
     dtype_of_logits: Any
 
-    def __call__(self, x: jax.Array, w: jax.Array, names: Collection[str]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, w: jax.Array, names: Collection[str], scale: _Scale | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The logits (M, V), and of each row their "max", as they have it, and their log-sum-"exp", in float32, (M, 1).
 
         Args:
           x, w: the factors.
           names: which of both there are.
+          scale: what both are of: the logits divided by a number, or multiplied with one, in float32.
         """
         sums = {"max": functools.partial(jnp.max, axis=1), "exp": functools.partial(logsumexp, axis=1)}
         asked = [name for name in sums if name in names]
 
         def logits(acc: jax.Array) -> list[jax.Array]:
             z = acc.astype(self.dtype).astype(jnp.float32)  # the sums are those of the logits that are stored
-            return [z, *(sums[name](z) for name in asked)]
+            y = z if scale is None else scale(z)
+            return [z, *(sums[name](y) for name in asked)]
 
         dtypes = [self.dtype, *[jnp.float32] * len(asked)]
         z, *rows = multiply(
             x, w, epilogue=logits, out_dtypes=dtypes, transpose_b=self.transpose_w, implementation="auto"
         )
         found = {name: y.reshape(-1, 1) for name, y in zip(asked, rows, strict=True)}
-        if "max" in found:
+        if "max" in found and scale is None:
             found["max"] = found["max"].astype(self.dtype).astype(self.dtype_of_logits)
         return z.astype(self.dtype_of_logits), found
 
-    def pulled_back(self, x: jax.Array, w: jax.Array, dz: jax.Array, dw: Any) -> tuple[jax.Array, jax.Array]:
-        """The cotangent of x, in its dtype, and of w, float32, added in place to dw, if that is not None."""
+    def pulled_back(
+        self, x: jax.Array, w: jax.Array, dz: jax.Array, dw: Any, dtype: Any = FLOAT32
+    ) -> tuple[jax.Array, jax.Array]:
+        """The cotangent of x, in its dtype, and of w, in this one, added in place to dw, if that is not None."""
         dz = dz.astype(x.dtype)
         a, b = (dz, x) if self.transpose_w else (x, dz)
-        total = _multiplied(a, b, jnp.float32, dw, transpose_a=True)
+        total = _multiplied(a, b, dtype, dw, transpose_a=True)
         return _multiplied(dz, w, x.dtype, transpose_b=not self.transpose_w), total
 
 
@@ -138,6 +146,21 @@ class TokenChunks:
         results: list[jax.Array] = function(x, w, *lists)
         return results
 
+    def with_gradients(
+        self, x: jax.Array, w: jax.Array, of_rows: list[jax.Array], others: list[jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """The numbers of all tokens but the last, which is the logits' cotangent; and those of x and w."""
+        dtype = w.dtype if self._is_one(x.shape[0]) else FLOAT32  # that is a sum over several chunks
+
+        def chunk(dw: Any, x: jax.Array, *own: jax.Array) -> tuple[Any, list[jax.Array]]:
+            numbers = functools.partial(self.numbers, has_derivatives=False)  # it holds the derivative
+            *values, dz = self._of_logits(numbers, x, w, list(own), others)
+            dx, dw = self.product.pulled_back(x, w, dz, dw, dtype)
+            return dw, [*values, dx]
+
+        dw, (*values, dx) = self._over_rows(chunk, None, [x, *of_rows])
+        return values, dx, dw
+
     def _values(
         self,
         x: jax.Array,
@@ -201,8 +224,8 @@ class TokenChunks:
         z_type = jax.ShapeDtypeStruct((x.shape[0], columns), self.product.dtype_of_logits)
         closed = inlined(jax.make_jaxpr(flat)(z_type, *leaves), _OPENED)
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
-        sums = _sums_of_rows(jaxpr)
-        z, rows = self.product(x, w, set(sums.values()))
+        sums, scale = _sums_of_rows(jaxpr)
+        z, rows = self.product(x, w, set(sums.values()), scale)
         if "exp" in rows:
             rows["exp"] = jnp.exp(rows["exp"] - rows["max"])
         values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, z, *leaves], strict=True))
@@ -256,10 +279,49 @@ def _beside_integers(arrays: Sequence[Any], floats: Sequence[Any], integers: Seq
     return [next(given) if is_float(x.dtype) else y for x, y in zip(arrays, others, strict=True)]
 
 
-def _sums_of_rows(jaxpr: core.Jaxpr) -> dict[Any, str]:
-    """The variables that are the largest of each row's logits, "max", or the sum of exp(z - max) in float32, "exp"."""
+def _sums_of_rows(jaxpr: core.Jaxpr) -> tuple[dict[Any, str], _Scale | None]:
+    """The variables that are the largest of each row's logits, "max", or the sum of exp(z - max) in float32, "exp".
+
+    And what both are of, where logits are scaled.
+    """
     makers = Makers(jaxpr)
     logits = makers.casts(jaxpr.invars[0])
+    found = _sums_of(makers, logits)
+    if found:
+        return found, None
+    for scaled in makers.read_by(logits, "mul", "div"):
+        (out,), number = scaled.outvars, _positive(makers, scaled.invars[1])
+        if number is not None and among(scaled.invars[0], logits) and out.aval.dtype == FLOAT32:
+            found = _sums_of(makers, makers.casts(out))
+            if found:
+                return found, _Scale(scaled.primitive.name == "div", number)
+    return {}, None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scale:
+    """Logits divided by a number, or multiplied with it."""
+
+    divides: bool
+    number: float
+
+    def __call__(self, z: jax.Array) -> jax.Array:
+        return z / self.number if self.divides else z * self.number
+
+
+def _positive(makers: Makers, x: Any) -> float | None:
+    """The number above 0 that all elements of an array are, maybe as a square root; None for another array."""
+    number = makers.scalar(x)
+    maker = None if number is None or isinstance(number, float) else makers.maker(makers.root(number)[0])
+    if maker is not None and maker.primitive.name in ("sqrt", "rsqrt"):
+        number = _positive(makers, maker.invars[0])
+        root = None if number is None else float(np.sqrt(np.float32(number)))
+        return root if root is None or maker.primitive.name == "sqrt" else 1 / root
+    return number if isinstance(number, float) and 0 < number < math.inf else None
+
+
+def _sums_of(makers: Makers, logits: Collection[Any]) -> dict[Any, str]:
+    """`_sums_of_rows` of these logits."""
     largest = [e.outvars[0] for e in makers.read_by(logits, "reduce_max") if is_over_last(e)]
     found = dict.fromkeys(largest, "max")
     for difference in makers.read_by(logits, "sub") if largest else ():
@@ -277,7 +339,11 @@ def _column(makers: Makers, x: Any) -> Any:
     maker = makers.maker(x)
     if maker is not None and maker.primitive.name == "broadcast_in_dim" and maker.invars[0].aval.shape[-1:] == (1,):
         x = maker.invars[0]
-    return makers.root(x)[0]
+    x = makers.root(x)[0]
+    maker = makers.maker(x)
+    if maker is not None and maker.primitive.name == "max" and makers.constant(maker.invars[0]) == -math.inf:
+        x = makers.root(maker.invars[1])[0]  # as JAX has the largest logit, which it begins with the least number
+    return x
 
 
 def cotangents_read(chunks: TokenChunks, types: Sequence[Any]) -> list[bool] | None:

@@ -25,6 +25,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.ends import kind_of_end
 from coda_jax.fusion.logits import Logits
 from coda_jax.fusion.makers import VIEWS, Makers, among, kept_columns
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot, puts_along_last
@@ -499,23 +500,12 @@ class Wide:
 
     def _end_of_product(self, equation: Equation) -> tuple[Sum, str]:
         """The cotangent that a product is of, and whether it is one of the first factor's, dx, or the second's, dw."""
-        dot = self.logits.dot
         wide = 0 if among(equation.invars[0], self._sums) else 1
-        made, other = self._sums[equation.invars[wide]], equation.invars[1 - wide]
-        sums, batch = equation.params["dimension_numbers"]
-        rank = equation.invars[wide].aval.ndim
-        order = [rank - 1, *range(rank - 1)] if made.is_turned else list(range(rank))
-        own, others = [order[axis] for axis in sums[wide]], list(sums[1 - wide])
-        if batch[0] or isinstance(other, core.Literal):
+        made = self._sums[equation.invars[wide]]
+        kind = kind_of_end(self.makers, self.logits.dot, equation, wide, is_turned=made.is_turned)
+        if kind is None:
             raise Unknown
-        last = dot.b.aval.ndim - 1
-        if other in self.makers.casts(dot.b) and own == [rank - 1] and others == [0 if dot.transpose_b else last]:
-            return made, "dx"
-        rows = list(range(dot.rows_a))
-        is_of_rows = rank == dot.rows_a + 1 and sorted(zip(own, others, strict=True)) == [(i, i) for i in rows]
-        if other in self.makers.casts(dot.a) and is_of_rows:
-            return made, "dw"
-        raise Unknown
+        return made, kind
 
 
 def _added(left: Sum, right: Sum, *, sign: float = 1.0) -> Sum:
