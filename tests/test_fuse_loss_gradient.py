@@ -289,3 +289,24 @@ def test_gradients_in_shard_map(sums):
     found, expected = (jax.jit(g)(x, w, labels) for g in (coda.fuse(f), f))
     assert largest_error(*(jax.tree.map(np.asarray, y) for y in (found, expected))) < 1e-5
     assert "linear_cross_entropy" in {n for one in coda.fuse.report(f, x, w, labels).products for n in one.epilogue}
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("options", [{}, {"memory": "same"}])
+def test_the_gradient_of_a_fused_loss_that_is_fused(has_aux, options):
+    """A function that is nothing but a loss has no other product; the fused one in it is opened all the same."""
+    x, w, labels = sizes()
+
+    def loss(x, w, labels):
+        value = jnp.mean(integer_labels(x @ w, labels))
+        return (value, {"loss": value}) if has_aux else value
+
+    gradient, inner = (jax.value_and_grad(f, (0, 1), has_aux=has_aux) for f in (loss, coda.fuse(loss, **options)))
+    fused = coda.fuse(inner)
+    assert largest_error(jax.jit(fused)(x, w, labels), jax.jit(gradient)(x, w, labels)) < 1e-5
+    if has_aux:
+        assert [one.epilogue for one in coda.fuse.report(inner, x, w, labels).products] == [tuple(ONE_LOOP)] * 3
+    totals = [
+        coda.explain(g, x, w, labels, platform="cuda", device="H100").totals for g in (fused, coda.fuse(gradient))
+    ]
+    assert totals[0].passes_bytes <= 1.01 * totals[1].passes_bytes

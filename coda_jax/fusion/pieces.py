@@ -90,6 +90,11 @@ class Piece:
     losses: Losses
     in_rule: bool = False
 
+    @property
+    def stays(self) -> bool:
+        """Whether nothing of it is fused: it is no graph, and losses have not taken all of its products."""
+        return self.lifted is None and not (self.losses.taken and not dots_in(self.jaxpr.jaxpr))
+
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         if self.lifted is None:
             return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, arrays, self.nested, opens=())
@@ -142,7 +147,7 @@ class Pieces:
             return self._opened_at(whole, name, arrays, remats, kind)
         before = len(self.made)
         function = self._opened_at(straight(whole, arrays), name, arrays, remats, kind)
-        if any(piece.lifted is None for piece in self.made[before:]):
+        if any(piece.stays for piece in self.made[before:]):
             flat = straight(whole, arrays, opens_inner=False)
             if any(map(is_inner, flat.jaxpr.eqns)):
                 del self.made[before:]
