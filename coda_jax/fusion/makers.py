@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.graph.constraint import is_constraint
 from coda_jax.graph.on_mesh import PVARY
