@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
@@ -24,6 +25,18 @@ _OPENED = CALLS - CHECKPOINTS
 _INNER, _INNER_RULE = "coda_fused_", "coda_ruled_"
 # Equal ones are made once.
 _SHARED = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "reduce_max"})
+
+
+def _stacked(*arrays: Any, axis: int) -> list[Any]:
+    return [lax.concatenate([lax.expand_dims(x, [axis]) for x in arrays], axis)]
+
+
+def _unstacked(x: Any, *, axis: int) -> list[Any]:
+    return [lax.squeeze(lax.slice_in_dim(x, i, i + 1, axis=axis), [axis]) for i in range(x.shape[axis])]
+
+
+# Primitives of newer JAX, in those that all have.
+_IN_OTHERS: dict[str, Callable[..., list[Any]]] = {"stack": _stacked, "unstack": _unstacked}
 
 
 def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any], *, opens_inner: bool = True) -> core.ClosedJaxpr:
@@ -69,6 +82,9 @@ class _Opening:
                 outputs: Sequence[Any] = self.results(*opened(callee(equation)), inputs, None, around)
             elif is_opened(equation):
                 outputs = self.results(*opened(callee(equation)), inputs, source, scope)
+            elif equation.primitive.name in _IN_OTHERS:
+                function = functools.partial(_IN_OTHERS[equation.primitive.name], **equation.params)
+                outputs = at_line(source, function, *inputs, scope=scope)
             elif equation.primitive.name in _SHARED:
                 key = equation.primitive.name, str(equation.params), tuple(map(id, inputs))
                 if key not in self._known:
