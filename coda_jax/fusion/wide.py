@@ -361,16 +361,18 @@ class Wide:
         return _added(scaled, Sum({}).with_terms({H: _times(right.factor(H), _at_label(left))}))
 
     def _slope(self, x: Any) -> str | None:
-        """The name of a variable in the derivative of a cap: "t" or "1 - t"."""
+        """The name of a variable in the derivative of a cap: "t" or "1 - t", or of newer JAX "1 - t^2"."""
         if among(x, self.logits.bounded):
             return "t"
         equation = self.makers.maker(x)
+        if equation is not None and equation.primitive.name == "one_minus_square":
+            return "1 - t^2" if among(equation.invars[0], self.logits.bounded) else None
         if equation is None or equation.primitive.name != "sub" or not among(equation.invars[1], self.logits.bounded):
             return None
         return "1 - t" if self.makers.constant(equation.invars[0]) == 1.0 else None
 
     def _sloped(self, made: Sum, slope: str) -> Sum:
-        if slope == "1 - t" and made.slope is None:
+        if slope in ("1 - t", "1 - t^2") and made.slope is None:
             return dataclasses.replace(made, slope=(slope, made))
         if slope == "t" and made.slope is not None and made.slope[0] == "1 - t":
             return dataclasses.replace(made, slope=("t - t^2", made.slope[1]))
