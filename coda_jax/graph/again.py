@@ -167,7 +167,7 @@ def _equation_again(saveable: Callable[..., Any], equation: Any) -> Any:
         return None
     if len(closed.eqns) != 1 or closed.consts or list(closed.eqns[0].outvars) != list(closed.jaxpr.outvars):
         return None
-    places = dict(zip(closed.jaxpr.invars, read, strict=True))
+    places = dict[Any, Any](zip(closed.jaxpr.invars, read, strict=True))
     (call,) = closed.eqns
     return call.replace(
         invars=[places[x] for x in call.invars], outvars=equation.outvars, source_info=equation.source_info
