@@ -109,7 +109,7 @@ def attend(
         if capped_products.is_supported(q, k, soft_cap):
             return _on_explicit_shards(by_products, q, k, v, {"segment_ids": extras["segment_ids"]}), cache
     if implementation is None:
-        implementation = _implementation(q, k, soft_cap, extras)
+        implementation = _implementation(q, k, soft_cap, is_causal, sliding_window, extras)
     if implementation is None:
         masks: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "mask": mask}
         return _by_coda(q, k, v, segments=segments, bias=bias, scale=scale, **masks), cache
@@ -443,6 +443,8 @@ def _implementation(
     q: jax.Array,
     k: jax.Array,
     soft_cap: float | None,
+    is_causal: bool,
+    sliding_window: int | None,
     extras: dict[str, jax.Array | None],
 ) -> Literal["xla", "cudnn"] | None:
     """The default: cuDNN where it is faster, XLA of JAX for a soft cap and for a token alone, else `coda.attention`."""
@@ -458,7 +460,14 @@ def _implementation(
     if not all(isinstance(x, int) for x in (length, k.shape[-3])):  # symbolic, in an export
         return None
     is_faster = prefers_cudnn(
-        q.shape[-1], has_segments=extras["segment_ids"] is not None, has_bias=extras["bias"] is not None
+        q.shape[-1],
+        length,
+        k.shape[-3],
+        is_causal=is_causal,
+        has_window=sliding_window is not None,
+        has_segments=extras["segment_ids"] is not None,
+        has_mask=extras["mask"] is not None,
+        has_bias=extras["bias"] is not None,
     )
     return "cudnn" if is_faster else None
 

@@ -181,10 +181,10 @@ def test_the_key_that_makes_an_odd_number_even_is_not_seen(length, monkeypatch):
 def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
     """cuDNN where it is measured to be faster and can compute it; else coda.attention, but for caps and one token."""
 
-    def chosen(length, dtype=jnp.bfloat16, width=64, keys=12, soft_cap=None, **extras):
+    def chosen(length, dtype=jnp.bfloat16, width=64, keys=12, soft_cap=None, window=None, **extras):
         q, k = (jax.ShapeDtypeStruct((2, count, 4, width), dtype) for count in (length, keys))
         extras = {"mask": None, "bias": None, "segment_ids": None, **extras}
-        return attend._implementation(q, k, soft_cap, extras)
+        return attend._implementation(q, k, soft_cap, True, window, extras)
 
     assert [chosen(12), chosen(12, jnp.float32), chosen(1), chosen(12, soft_cap=2.0)] == [None, None, "xla", "xla"]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -194,18 +194,20 @@ def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
     assert [chosen(1), chosen(12, soft_cap=2.0)] == ["xla", "xla"]
     assert [chosen(12, jnp.float32), chosen(12, width=12), chosen(12, width=136)] == [None] * 3
     assert len(asked) == 2
-    chosen(12, keys=10, mask=True, bias=True)
-    assert asked[2] == ((64,), {"has_segments": False, "has_bias": True})
+    chosen(12, keys=10, window=3, mask=True, bias=True)
+    masks = {"is_causal": True, "has_window": True, "has_segments": False, "has_mask": True, "has_bias": True}
+    assert asked[2] == ((64, 12, 10), masks)
     monkeypatch.setattr(attend, "prefers_cudnn", lambda *_, **__: False)
     assert chosen(12) is None
 
 
 def test_where_cudnn_is_preferred(monkeypatch):
     """On other GPUs than Hopper everywhere: the kernels here do not run there."""
-    assert not any([prefers_cudnn(64), prefers_cudnn(128, has_bias=True), prefers_cudnn(256, has_segments=True)])
-    assert prefers_cudnn(256) and prefers_cudnn(64, has_bias=True)
+    sizes, masks = (64, 128, 256), ("has_segments", "has_mask", "has_bias")
+    preferred = {(width, name) for width in sizes for name in masks if prefers_cudnn(width, 512, 512, **{name: True})}
+    assert preferred == {(64, "has_bias"), (256, "has_mask"), (256, "has_bias")}
     monkeypatch.setattr(choose, "machine_reason", lambda: "the GPU has compute capability 8.0")
-    assert prefers_cudnn(64, has_segments=True)
+    assert prefers_cudnn(64, 512, 512, has_segments=True)
 
 
 def calls_of(function, *arrays):

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coda_jax.lowering.select import machine_reason
 
 
-def prefers_cudnn(width: int, *, has_segments: bool = False, has_bias: bool = False) -> bool:
+def prefers_cudnn(
+    width: int,
+    queries: Any,
+    keys: Any,
+    *,
+    is_causal: bool = False,
+    has_window: bool = False,
+    has_segments: bool = False,
+    has_mask: bool = False,
+    has_bias: bool = False,
+) -> bool:
     """Whether cuDNN's attention, which the caller has found able to compute this, is taken in the place of the kernels.
 
     It is where it was measured to be faster (`make bench-attention`, H200, 2026-11-29; ms of the kernels and cuDNN):
@@ -16,9 +28,11 @@ def prefers_cudnn(width: int, *, has_segments: bool = False, has_bias: bool = Fa
 
     Args:
       width: of a head, a multiple of 8.
-      has_segments: whether queries see keys of their own segment alone; to cuDNN these are a dense mask.
-      has_bias: whether an array of all pairs is added to scores.
+      queries, keys: how many there are, T and S.
+      is_causal, has_window, has_segments, has_mask, has_bias: the masks and what is added to scores. Segments, and a
+        window beside a mask or a bias, are a dense mask to cuDNN.
     """
+    del queries, keys, is_causal, has_window, has_mask  # on Hopper nothing that was measured depends on these
     if machine_reason() is not None:
         return True
     if has_segments:
