@@ -507,7 +507,7 @@ def test_outside_jit_equal_layers_are_compiled_once():
 
 
 def test_heads_that_are_rotated_in_float32_are_stored_once_as_attention_reads_them():
-    """What a call reads in 16 bits is no array in more bytes, which all of its readers would compute again."""
+    """A tile that a call reads in 16 bits is no array in more bytes, which all of its readers would compute again."""
     rows, heads = (2, 256), (4, 64)
 
     def turned(h):
