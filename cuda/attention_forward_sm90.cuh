@@ -282,7 +282,8 @@ struct Forward {
       Word dense[2][2];
       if constexpr (Config::has_dense)
         for (int r = 0; r < 2; ++r)
-          p.dense.template load_keys<DType::pred, Config::has_even_rows>(p.mask.dense, dense_row[r], lane_key + 8 * j, dense[r]);
+          p.dense.template load_keys<DType::pred, Config::has_even_rows>(p.mask.dense, dense_row[r], lane_key + 8 * j,
+                                                                         dense[r]);
       if constexpr (Config::has_ids) load_two(ids(slot) + 4 * (8 * j + 2 * (threadIdx.x % 4)), key_ids[0], key_ids[1]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
