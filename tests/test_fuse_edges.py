@@ -630,7 +630,7 @@ def test_a_product_in_another_order_moves_what_one_with_rows_first_moves(name, d
     assert found.totals.kept_bytes <= 1.01 * plain.totals.kept_bytes
 
 
-# What an einsum makes of y (B, T, D) and a scale s (D,), with the same as a multiplication and a sum.
+# Einsums of y (B, T, D) and a scale s (D,), each with the multiplication and the sum that it is.
 MULTIPLICATIONS = {
     "a scale": (lambda y, s: jnp.einsum("btd,d->btd", y, s), lambda y, s: y * s),
     "a scale in front": (lambda y, s: jnp.einsum("d,btd->btd", s, y), lambda y, s: y * s),

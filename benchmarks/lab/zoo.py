@@ -138,7 +138,7 @@ def imported(name: str) -> Any:
     return importlib.import_module(name)
 
 
-# What is given to the models
+# The models' arguments
 
 
 def tokens(sizes: Sizes, seed: int = 1) -> np.ndarray:
@@ -270,6 +270,12 @@ NANODO = ("google-deepmind/nanodo", "10aefdeed40a63293daf112b91a5538cd24fa3a4")
 _TRAINING = ("clu", "tensorflow", "tensorflow_datasets", "tensorflow_text", "ml_collections", "grain", "sentencepiece")
 
 
+def _sizes_of_flax(sizes: Sizes) -> dict[str, Any]:
+    """The fields of a `TransformerConfig` in Flax's examples."""
+    of = {"vocab_size": sizes.vocabulary, "dtype": sizes.dtype, "emb_dim": sizes.width, "num_heads": sizes.heads}
+    return of | {"num_layers": sizes.layers, "qkv_dim": sizes.width, "mlp_dim": sizes.hidden, "max_len": sizes.length}
+
+
 @model(
     files=tuple((*FLAX, f"examples/lm1b/{name}.py") for name in ("models", "train", "utils")),
     absent=(*_TRAINING, "input_pipeline", "temperature_sampler", "tokenizer"),
@@ -278,17 +284,7 @@ def flax_lm1b(sizes: Sizes) -> Case:
     """Packed rows, dropout, label smoothing; the logits are read by the metrics too."""
     sys.path.insert(0, str(folder_of(FLAX) / "examples/lm1b"))
     models, train = imported("models"), imported("train")
-    config = models.TransformerConfig(
-        vocab_size=sizes.vocabulary,
-        output_vocab_size=sizes.vocabulary,
-        dtype=sizes.dtype,
-        emb_dim=sizes.width,
-        num_heads=sizes.heads,
-        num_layers=sizes.layers,
-        qkv_dim=sizes.width,
-        mlp_dim=sizes.hidden,
-        max_len=sizes.length,
-    )
+    config = models.TransformerConfig(output_vocab_size=sizes.vocabulary, **_sizes_of_flax(sizes))
     module = models.TransformerLM(config)
     half = np.arange(sizes.length, dtype=np.int32) // (sizes.length // 2)
     batch = {
@@ -442,17 +438,7 @@ def flax_nlp_seq(sizes: Sizes) -> Case:
     """A tagger with dropout: the classes are few."""
     sys.path.insert(0, str(folder_of(FLAX) / "examples/nlp_seq"))
     models, train = imported("models"), imported("train")
-    config = models.TransformerConfig(
-        vocab_size=sizes.vocabulary,
-        output_vocab_size=50,
-        dtype=sizes.dtype,
-        emb_dim=sizes.width,
-        num_heads=sizes.heads,
-        num_layers=sizes.layers,
-        qkv_dim=sizes.width,
-        mlp_dim=sizes.hidden,
-        max_len=sizes.length,
-    )
+    config = models.TransformerConfig(output_vocab_size=50, **_sizes_of_flax(sizes))
     module = models.Transformer(config)
     batch = {"inputs": padded(tokens(sizes)), "targets": padded(tokens(sizes, 2)) % 50, "dropout_rng": key()}
 

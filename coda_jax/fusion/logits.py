@@ -3,7 +3,7 @@
 Columns behind the vocabulary are padding where they are set to a number that is far below all logits, -1e4 or less: its
 exponential is 0 beside theirs, and it has no gradient. Then the head projects to the vocabulary alone.
 
-Where the function says how logits are sharded, x and w are sharded alike.
+The chunks shard x and w alike where the function says how logits are sharded.
 """
 
 from __future__ import annotations

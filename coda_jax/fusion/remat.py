@@ -5,7 +5,7 @@ products with epilogues, of which a policy knows nothing. So it is asked here, a
 had. The graph keeps the variables that it keeps, or values in their place from which they are made without a product,
 under names that hold the policy's answer (`KeptName`); and `Remat` gives that answer to `jax.checkpoint`.
 
-Where a policy keeps all of a function, or nothing, `jax.checkpoint` asks it as it is.
+`jax.checkpoint` asks a policy as it is where that keeps all of a function, or nothing.
 """
 
 from __future__ import annotations

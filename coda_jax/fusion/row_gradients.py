@@ -126,7 +126,7 @@ class _GradientRegion(Region):
 def _has_softmax(equations: Sequence[Equation], is_wide: Any) -> bool:
     """True where exponentials are made, and summed over the columns: the logits are read again behind the sums.
 
-    Where the largest logit has a gradient, masks of it are more passes than they are in a graph.
+    A loss whose largest logit has a gradient is none: masks of it are more passes than they are in a graph.
     """
     names = {e.primitive.name for e in equations}
     masks = (e.invars[0] for e in equations if e.primitive.name == "eq")

@@ -46,7 +46,7 @@ _OF_NOTHING = {
     "convert_element_type": "cast",
     "broadcast_in_dim": "cast",
 }
-# Of calls, by how the names of their equations begin; the first that fits.
+# The words of calls, by how the names of their equations begin; the first that fits.
 _OF_CALLS: Sequence[tuple[Sequence[str], str]] = (
     (_RANDOM, "random numbers"),
     (("scan", "while"), "loop"),
