@@ -50,6 +50,7 @@ from coda_jax.primitives import gemm as gemm
 from coda_jax.primitives import ragged_contraction as ragged_contraction
 from coda_jax.primitives import ragged_gemm as ragged_gemm
 from coda_jax.primitives import strict as strict
+from coda_jax.primitives import symmetric_gemm as symmetric_gemm
 from coda_jax.tiles import GemmConfig as GemmConfig
 
 if _typing.TYPE_CHECKING:
@@ -108,6 +109,7 @@ __all__ = [
     "rotary",
     "saturate",
     "strict",
+    "symmetric_gemm",
     "token_logprobs",
     "tune",
 ]

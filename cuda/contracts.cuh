@@ -13,6 +13,7 @@ namespace coda {
   value(int, acc_halves)                          \
   value(int, head)                                \
   value(bool, interleaved)                        \
+  value(bool, symmetric)                          \
   list(Section, section)                          \
   lists(TileAccess, tile_store)                   \
   list(TransposedAccess, transposed_store)        \

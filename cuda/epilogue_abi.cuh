@@ -98,6 +98,7 @@ struct EpilogueDefaults {
   static constexpr int acc_halves = 1;        // how many of them acc spans, and with it b
   static constexpr int head = 0;              // columns of a head, if the halves are those of heads
   static constexpr bool interleaved = false;  // the halves of a head are its even and its odd columns
+  static constexpr bool symmetric = false;    // of all results only the tiles on and below the diagonal are computed
 
   static constexpr Section section[] = {{}};
   static constexpr TileAccess tile_store[][1] = {{{}}};  // of each section

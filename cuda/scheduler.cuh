@@ -67,6 +67,42 @@ struct Others {
   int first, stride, count;
 };
 
+/// The tiles of a symmetric result that are computed, in squares of whole clusters of tiles: those below the diagonal,
+/// which are stored at their transposed places too, and those on it.
+///
+/// A row of the `squares` with many such squares and one with few are one row of a rectangle, so that tiles are
+/// numbered in bands as those of any other product.
+template <int rows, int columns>  // of a cluster's tiles
+struct Triangle {
+  CODA_CONSTEXPR static int least_common_multiple(int a, int b) {
+    int multiple = a;
+    while (multiple % b != 0) multiple += a;
+    return multiple;
+  }
+  static constexpr int side = least_common_multiple(rows, columns);
+  static constexpr int clusters_m = side / rows, tiles_n = side / columns;  // of a square
+
+  /// The rectangle, in clusters of tiles along m and in tiles along n.
+  __device__ __forceinline__ static int rectangle_clusters_m(int n) { return (squares(n) + 1) / 2 * clusters_m; }
+  __device__ __forceinline__ static int rectangle_tiles_n(int n) { return (squares(n) | 1) * tiles_n; }
+
+  /// From a place in the rectangle to one in the result. Row i of the rectangle has the squares of the i-th row from
+  /// the last, then those of the i-th row from the first; the first row has nothing more if their number is odd.
+  __device__ __forceinline__ static void unfold(int n, int& cluster_m, int& tile_n) {
+    const int row = cluster_m / clusters_m, column = tile_n / tiles_n, length = squares(n) - row;
+    const bool is_longer = column < length;
+    cluster_m += ((is_longer ? length - 1 : row - squares(n) % 2) - row) * clusters_m;
+    tile_n -= (is_longer ? 0 : length) * tiles_n;
+  }
+
+  __device__ __forceinline__ static bool is_on_diagonal(const Tile& tile) {
+    return tile.row / side == tile.column / side;
+  }
+
+ private:
+  __device__ __forceinline__ static int squares(int n) { return (n + side - 1) / side; }
+};
+
 /// Tiles of `columns` columns; every section of the Epilogue starts a new one.
 template <int columns, class Epilogue>
 __device__ __forceinline__ int tiles_along_n(int n) {
@@ -78,7 +114,8 @@ __device__ __forceinline__ int tiles_along_n(int n) {
   return tiles;
 }
 
-/// The order of the tiles of a (batch, m, n) output. A cluster works on `cluster_m` tiles, adjacent along m.
+/// The order of the tiles of a (batch, m, n) output, of a symmetric one those of its `Triangle`. A cluster works on
+/// `cluster_m` tiles, adjacent along m.
 ///
 /// Bands: clusters of tiles are numbered in bands of up to `max_band` rows of clusters, down a band's column before the
 /// next column, so that the tiles that run at one time are roughly a square and share their operands. A band has only
@@ -94,6 +131,7 @@ __device__ __forceinline__ int tiles_along_n(int n) {
 template <DType input, int tile_m, int columns, int cluster_m, bool split_k, class Epilogue>
 struct Scheduler {
   using Work = WorkOn<Tile>;
+  using Computed = Triangle<tile_m * cluster_m, columns>;
   static constexpr int max_band = 8, panel_bytes = 24 << 20;
   static constexpr int max_parts = 8, min_blocks = 4;  // k slices of a split tile; k blocks of a slice
   const int n;                                         // of a half, where a tile has columns of both
@@ -106,12 +144,16 @@ struct Scheduler {
 
   __device__ __forceinline__ Scheduler(int m, int n, int k, int k_blocks, int batch) : n(n), k_blocks(k_blocks) {
     clusters_m = ((m + tile_m - 1) / tile_m + cluster_m - 1) / cluster_m;
+    int tiles_n = tiles_along_n<columns, Epilogue>(n);
+    if constexpr (Epilogue::symmetric) {
+      clusters_m = Computed::rectangle_clusters_m(n);
+      tiles_n = Computed::rectangle_tiles_n(n);
+    }
     int rows = 2;
 #pragma unroll
     for (int more = rows + 1; more <= max_band; ++more)
       rows += k <= panel_bytes / (tile_m * cluster_m * bytes_of(input)) / more;
     band = Divisor(min(rows, clusters_m));
-    const int tiles_n = tiles_along_n<columns, Epilogue>(n);
     per_band = Divisor(band.value * tiles_n);
     per_batch = Divisor(clusters_m * tiles_n);
     const int total = per_batch.value * batch;
@@ -157,8 +199,10 @@ struct Scheduler {
     const int band_index = per_band.quotient(in_batch);
     const int in_band = in_batch - band_index * per_band.value;
     const int first_row = band_index * band.value, rows = min(band.value, clusters_m - first_row);  // of clusters
-    const int index_n = rows == band.value ? band.quotient(in_band) : in_band / rows;
-    const int index_m = (first_row + in_band - index_n * rows) * cluster_m + rank;
+    int index_n = rows == band.value ? band.quotient(in_band) : in_band / rows;
+    int in_column = first_row + in_band - index_n * rows;
+    if constexpr (Epilogue::symmetric) Computed::unfold(n, in_column, index_n);
+    const int index_m = in_column * cluster_m + rank;
     Tile tile{index_m * tile_m, index_n * columns, batch, index_m, index_n, 0, n};
     place_in_section(tile, index_n);
     return tile;

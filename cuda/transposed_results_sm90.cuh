@@ -1,4 +1,5 @@
-// A generated Epilogue's transposed results, (N, M): a box of the tile by TMA, for all rows of one consumer.
+// A generated Epilogue's transposed results, (N, M): a box of the tile by TMA, for all rows of one consumer. Those of a
+// symmetric product are its results at the tile's place above the diagonal.
 //
 // A thread has rows r = 0, 1 (8 apart) and pairs of columns. Transposing matrix instructions make a 16-byte row of each
 // column. With 16-bit results a matrix has 8 rows of the product; with 8-bit results 16, in contraction order, in which
@@ -67,20 +68,28 @@ struct TransposedResults {
       if (is_sender()) ptx::tma_store_wait_read<pending>();
     sync();
     if (is_sender()) {
-      static_for<Epilogue::transposed_stores>([&](auto index) {
-        constexpr TransposedAccess access = Epilogue::transposed_store[index];
-        constexpr int rows = Layout::transposed_rows(access.dtype);
+      if (is_sent(tile)) {
+        static_for<Epilogue::transposed_stores>([&](auto index) {
+          constexpr TransposedAccess access = Epilogue::transposed_store[index];
+          constexpr int rows = Layout::transposed_rows(access.dtype);
 #pragma unroll
-        for (int i = 0; i < Config::consumer_m / rows; ++i)
-          ptx::tma_store(params.map[access.map], slot_address(index) + i * box_bytes<access.dtype>(),
-                         tile.row + i * rows, access.half, tile.column + box * Layout::box_n, tile.batch);
-      });
-      ptx::tma_store_commit();
+          for (int i = 0; i < Config::consumer_m / rows; ++i)
+            ptx::tma_store(params.map[access.map], slot_address(index) + i * box_bytes<access.dtype>(),
+                           tile.row + i * rows, access.half, tile.column + box * Layout::box_n, tile.batch);
+        });
+      }
+      ptx::tma_store_commit();  // also of nothing, as `send` and `wait_slot` count the boxes that may still be read
     }
     slot = slot + 1 == Layout::transposed_slots ? 0 : slot + 1;
   }
 
  private:
+  /// Whether a tile's transposed results are stored. Of a symmetric product both places on the diagonal are computed.
+  __device__ __forceinline__ static bool is_sent(const Tile& tile) {
+    if constexpr (Epilogue::symmetric)
+      return !Triangle<Config::tile_m * Config::cluster_m, Config::tile_n>::is_on_diagonal(tile);
+    return true;
+  }
   __device__ __forceinline__ void sync() const {
     ptx::named_barrier_sync(barrier_number(NamedBarrier::transposed, consumer), 32 * consumer_warps);
   }

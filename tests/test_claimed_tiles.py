@@ -355,6 +355,7 @@ SOURCE = r"""
 using namespace coda;
 
 struct Whole {
+  static constexpr bool symmetric = false;
   static constexpr int sections = 1, tile_loads = 1;
   static constexpr Section section[1] = {{0, 0, 0}};
 };

@@ -169,6 +169,7 @@ SOURCE = r"""
 using namespace coda;
 
 struct Whole {
+  static constexpr bool symmetric = false;
   static constexpr int sections = 1, tile_loads = 0;
   static constexpr Section section[1] = {{0, 0, 0}};
 };

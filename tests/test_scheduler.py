@@ -49,10 +49,12 @@ PARTIAL_TILES
 using namespace coda;
 
 struct Whole {
+  static constexpr bool symmetric = false;
   static constexpr int sections = 1;
   static constexpr Section section[1] = {{0, 0, 0}};
 };
 struct Parts {  // of 200 and 136 columns
+  static constexpr bool symmetric = false;
   static constexpr int sections = 2;
   static constexpr Section section[2] = {{0, 0, 200}, {0, 200, 336}};
 };

@@ -45,8 +45,9 @@ def emit(
     """The CUDA definition of `struct Epilogue` for a program; cuda/epilogue_abi.cuh tells how the kernel uses it.
 
     One entry of a list over columns stands for both interleaved halves, and its two values are adjacent. Tensor maps
-    are numbered a, b, `program.tile_operands`, stores. Pointers are numbered non-tile operands in order, then stores if
-    rows are in groups, then reductions. A vector that the program does not read has a number but no entry.
+    are numbered a, b, `program.tile_operands`, stores, and of symmetric results the stores again, transposed. Pointers
+    are numbered non-tile operands in order, then stores if rows are in groups, then reductions. A vector that the
+    program does not read has a number but no entry.
 
     Args:
       program: the checked epilogue.
@@ -189,8 +190,9 @@ class _Emitter:
                         entries.append(entry(fields | stored.fields))
                     results.append(stored)
             for i in chosen:
-                if self.program.stores[i].transposed:
-                    self.transposed_store(self.program.stores[i], first_map + i, np.dtype(out_dtypes[i]), results)
+                if self.program.symmetric or self.program.stores[i].transposed:
+                    map_ = first_map + i + len(self.program.stores) * self.program.symmetric
+                    self.transposed_store(self.program.stores[i], map_, np.dtype(out_dtypes[i]), results)
             if results not in variants:
                 variants.append(results)
                 self.tile_results.append([f"out.tile[{i}] = {one.value};" for i, one in enumerate(results)])
@@ -284,7 +286,8 @@ class _Emitter:
         sizes = [f"{name} = {halves}" for name, halves in counts.items() if halves > 1]
         sizes += [f"head = {program.halves.head}"] if program.halves.head else []
         lines = [f"  static constexpr int {', '.join(sizes)};"] if sizes else []
-        return lines + ["  static constexpr bool interleaved = true;"] * program.halves.interleaved
+        flags = {"interleaved": program.halves.interleaved, "symmetric": program.symmetric}
+        return lines + [f"  static constexpr bool {name} = true;" for name, flag in flags.items() if flag]
 
     def heads(self) -> list[str]:
         """The values of heads: their operations, and for each variant the passes that compute those it needs."""

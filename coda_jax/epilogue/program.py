@@ -155,6 +155,8 @@ class Program:
       num_outputs: of f, flat.
       finishing: how the outputs that are not tiles follow from the reductions.
       columns: N where stores are slices of the columns; else 0, and the program is independent of it.
+      symmetric: whether the outputs are symmetric matrices, of which the kernel computes the tiles on and below the
+        diagonal, and stores those below it transposed too.
       user_names: for a reader of the generated source; programs that differ in them alone are equal.
     """
 
@@ -166,6 +168,7 @@ class Program:
     num_outputs: int
     finishing: Finish = field(default=Finish())
     columns: int = 0
+    symmetric: bool = False
     user_names: UserNames | None = field(default=None, repr=False)
 
     @cached_property
@@ -198,6 +201,7 @@ class Program:
         return "\n".join(
             [f"ways {halves.count}, acc {halves.acc.value}, heads of {halves.head}, columns {self.columns}"]
             + ["neighbours"] * halves.interleaved
+            + ["symmetric"] * self.symmetric
             + [f"operand {i}: {operand(o)}" for i, o in enumerate(self.operands)]
             + [f"v{i} = {node}" for i, node in enumerate(self.nodes)]
             + [store.text for store in self.stores]

@@ -67,6 +67,10 @@ class Epilogue:
         """The same epilogue with another name for messages."""
         return self if name == self.name else replace(self, name=name)
 
+    def symmetric(self) -> "Epilogue":
+        """The same epilogue, of a product whose results are symmetric."""
+        return replace(self, program=replace(self.program, symmetric=True))
+
     def with_acc(self) -> "Epilogue":
         """The same epilogue with acc as an additional last flat output. Its out_tree is a list."""
         flat = replace(self.flat, outputs=(*self.flat.outputs, 0))

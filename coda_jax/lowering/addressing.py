@@ -98,8 +98,9 @@ def _unsupported_store(spec: GemmSpec, store: TileStore, dtype: np.dtype) -> str
     if spec.ragged and (store.transposed or is_of_8_bits(dtype)):
         what = "is transposed" if store.transposed else f"is {dtype.name}"
         return f"{what}; the kernel of a product of groups stores {listed(FLOATS)}, rows as rows"
-    if store.transposed and dtype.itemsize > 2:
-        return f"is {dtype.name} and transposed; the kernel transposes results of 8 and of 16 bits"
+    if (store.transposed or program.symmetric) and dtype.itemsize > 2:
+        what = "transposed" if store.transposed else "symmetric"
+        return f"is {dtype.name} and {what}; the kernel transposes results of 8 and of 16 bits"
     if store.transposed and (program.halves.head or len(program.sections) > 1):
         what = f"heads of {program.halves.head} columns" if program.halves.head else "slices of the columns"
         return f"is transposed, of an epilogue of {what}; the kernel transposes all columns or a half of them"
@@ -153,7 +154,7 @@ def _unsupported_size(a: Any, b: Any) -> str | None:
 
 def _unsupported_count(program: Program) -> str | None:
     buffers = 2 + len(program.operands) + len(program.stores) + len(program.reductions)
-    maps = 2 + len(program.tile_operands) + len(program.stores)
+    maps = 2 + len(program.tile_operands) + len(program.stores) * (1 + program.symmetric)
     if 128 * maps + 8 * buffers + 16 > _MAX_PARAMETER_BYTES:
         return (
             f"product and epilogue have {buffers} arrays, {maps} of them matrices; a launch takes "

@@ -18,6 +18,7 @@ from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.config import CONSUMERS, ROW_BYTES, THREADS, KernelConfig, tile_k
 from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
+from coda_jax.tiles.cost_model import clusters_of_triangle
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import (
     CLAIMS_BYTES,
@@ -191,7 +192,10 @@ def _clusters(program: Program, batch: Any, m: Any, n: int, config: KernelConfig
     """The number of clusters of tiles; infinite where a size is not known."""
     if not isinstance(m, int) or not isinstance(batch, int | None):
         return math.inf
-    return (batch or 1) * -(-m // (config.tile_m * config.cluster_m)) * _tiles_along_n(program, n, config)  # at least
+    rows = config.tile_m * config.cluster_m
+    if program.symmetric:
+        return (batch or 1) * clusters_of_triangle(n, rows, config.tile_n)
+    return (batch or 1) * -(-m // rows) * _tiles_along_n(program, n, config)  # at least
 
 
 def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -206,7 +210,10 @@ def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelConfig, rows: int) -> list[_Map]:
-    """Tensor maps in the kernel's order: a, b, tile operands, stores. Rows of a's and b's boxes are `ROW_BYTES`."""
+    """Tensor maps in the kernel's order: a, b, tile operands, stores, and of symmetric results the same transposed.
+
+    Rows of a's and b's boxes are `ROW_BYTES`.
+    """
     program, columns = spec.program, tile_k(dtype)  # a chunk along m or n has as many as one along k
     rows_of_a = columns if spec.transpose_a else rows
     if spec.transpose_b:
@@ -223,13 +230,20 @@ def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelCon
         row_bytes = config.box_n * np.dtype(operand.dtype).itemsize
         maps.append(_Map(2 + i, program.halves.apart(operand.width), False, config.box_n, min(64, rows), row_bytes))
     for i, (store, dtype) in enumerate(zip(program.stores, spec.store_dtypes, strict=True)):
-        bytes_, halves = np.dtype(dtype).itemsize, program.halves.apart(store.width)
+        buffer, halves = 2 + operand_count + i, program.halves.apart(store.width)
         if store.transposed:
-            columns = min(config.consumer_m, 128 // bytes_)
-            maps.append(_Map(2 + operand_count + i, halves, True, columns, config.box_n, columns * bytes_))
+            maps.append(_transposed_map(buffer, halves, dtype, config))
         else:
-            maps.append(_Map(2 + operand_count + i, halves, False, config.box_n, 16, config.box_n * bytes_))
+            row_bytes = config.box_n * np.dtype(dtype).itemsize
+            maps.append(_Map(buffer, halves, False, config.box_n, 16, row_bytes))
+    if program.symmetric:
+        maps += [_transposed_map(2 + operand_count + i, 1, x, config) for i, x in enumerate(spec.store_dtypes)]
     return maps
+
+
+def _transposed_map(buffer: int, halves: int, dtype: np.dtype, config: KernelConfig) -> _Map:
+    columns = min(config.consumer_m, 128 // np.dtype(dtype).itemsize)
+    return _Map(buffer, halves, True, columns, config.box_n, columns * np.dtype(dtype).itemsize)
 
 
 def _pointers(program: Program, operand_count: int, scratch: int, *, stored: bool) -> list[int]:
@@ -280,7 +294,7 @@ def _source(
     for_reader: bool = False,
 ) -> str:
     traffic, stored = EpilogueTraffic.of(program, out_dtypes), ragged == "m"
-    maps = 2 + len(program.tile_operands) + len(program.stores)
+    maps = 2 + len(program.tile_operands) + len(program.stores) * (1 + program.symmetric)
     pointers = len(_pointers(program, len(program.operands), len(_scratch(config, claims)), stored=stored))
     # The groups' offsets are the last operand.
     offsets = sum(not operand.kind.by_tensor_map for operand in program.operands) - 1 if groups else -1

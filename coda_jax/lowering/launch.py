@@ -75,6 +75,7 @@ def problem_of(avals: Sequence[Any], spec: GemmSpec) -> Problem:
         a.dtype.itemsize,
         spec.ragged.value if spec.ragged else "",
         groups,
+        spec.symmetric,
     )
     return Problem(
         shape,
@@ -94,6 +95,7 @@ def folds(spec: GemmSpec) -> bool:
         a_batched
         and not b_batched
         and not spec.transpose_a
+        and not spec.symmetric
         and all(reduction.axis is Axis.ROW for reduction in spec.program.reductions)
         and not any(store.transposed for store in spec.program.stores)
         and not any(node.op == "row" for node in spec.program.nodes)

@@ -46,6 +46,8 @@ BARE = Program((), Halves(), (), (), (), 0).with_acc()
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, form_of: FormOf) -> list[jax.Array]:
     """Stores and finished reductions of a device's shards, in a region where the plan's mesh axes are manual."""
     n_names, m_names = plan.over(Dimension.N), plan.over(Dimension.M)
+    if n_names or m_names:
+        spec = spec.general()
     over = {Axis.ROW: n_names, Axis.COLUMN: m_names, Axis.ALL: n_names + m_names}
     summed = plan.over(Dimension.K)
     if not summed:
@@ -143,6 +145,7 @@ def bare(spec: GemmSpec, arguments: Sequence[Any]) -> GemmSpec:
         config=None,
         input_output_aliases=(),
         out_sharding=None,
+        symmetric=False,
     )
 
 
@@ -247,6 +250,8 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
     with jax.sharding.use_abstract_mesh(mesh_of(avals)):
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     shards = shards_of(avals, spec, plan)
+    if plan.over(Dimension.N) or plan.over(Dimension.M):
+        spec = spec.general()
     has_epilogue = not plan.over(Dimension.K) or sums_results(shards, spec, plan)
     return (shards, spec) if has_epilogue else (bare_arguments(spec, shards), bare(spec, shards))
 

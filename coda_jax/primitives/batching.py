@@ -98,7 +98,13 @@ def _as_rows(
 def _has_rows_alone(spec: GemmSpec) -> bool:
     """True if the results of a row of a depend neither on its number nor on other rows."""
     program, finishing = spec.program, spec.program.finishing
-    if any(spec.batched) or spec.transpose_a or spec.out_sharding is not None or len(spec.matrices.a) > 1:
+    if (
+        any(spec.batched)
+        or spec.symmetric
+        or spec.transpose_a
+        or spec.out_sharding is not None
+        or len(spec.matrices.a) > 1
+    ):
         return False
     if any(store.transposed for store in program.stores):
         return False

@@ -188,6 +188,8 @@ def _traced(call: _Call) -> _Traced | _Rewritten:
     acc, *types = types_of(matrices, *arrays)
     marked = [ByGroup(x) if i in by_group else x for i, x in enumerate(types)]
     traced, captured = trace(epilogue, acc, marked, offsets)
+    if options.symmetric:
+        traced = traced.symmetric()
     if not varying_axes(*captured) <= varying:
         return _Rewritten(call._replace(varying=varying | varying_axes(*captured)), lambda *results: results)
     check_order_of_rows(traced, options)
@@ -414,7 +416,7 @@ def _recomputed(
     Args:
       at: the pullback as a function of acc.
     """
-    again = dataclasses.replace(options, config=None, input_output_aliases=())
+    again = dataclasses.replace(options, config=None, input_output_aliases=(), symmetric=False)
     dtype = compute_dtype(a, b)
 
     def at_rounded_product() -> tuple[jax.Array, list[jax.Array | None]]:

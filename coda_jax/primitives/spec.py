@@ -41,6 +41,7 @@ class CallOptions:
       ragged: the dimension that groups divide, in a product of groups: with M, each group of rows of a has its own
         matrix in b; with K, each group is its own product. The last operand is then the offsets of the groups.
       out_sharding: of the product, (M, N), where a mesh has explicit axes and the factors' shardings leave it open.
+      symmetric: whether the product and the epilogue's results are symmetric.
     """
 
     transpose_a: bool = False
@@ -52,12 +53,13 @@ class CallOptions:
     halves: bool = False
     ragged: Dimension | None = None
     out_sharding: Any = None
+    symmetric: bool = False
 
     @property
     def function(self) -> str:
         """The name of the function that computes such a product, for messages."""
         if self.ragged is None:
-            return "gemm"
+            return "symmetric_gemm" if self.symmetric else "gemm"
         return "ragged_contraction" if self.ragged is Dimension.K else "ragged_gemm"
 
 
@@ -134,6 +136,10 @@ class GemmSpec(CallOptions):
     def num_groups(self, arguments: Sequence[Any]) -> int:
         """The number of groups, from their offsets, the last argument; 0 for a product without groups."""
         return 0 if self.ragged is None else arguments[-1].shape[0] - 1
+
+    def general(self) -> GemmSpec:
+        """The spec of this product without the knowledge that it is symmetric."""
+        return self.replace(symmetric=False, program=dataclasses.replace(self.program, symmetric=False))
 
     def unbatched(self) -> GemmSpec:
         """The spec of this product for arguments without a batch axis."""

@@ -68,7 +68,7 @@ class EpilogueTraffic:
         transposed = sum(
             np.dtype(dtype).itemsize * program.halves.runs(store.width)
             for dtype, store in zip(out_dtypes, program.stores, strict=True)
-            if store.transposed
+            if store.transposed or program.symmetric
         )
         tiles = [*loads, *straight.values(), 2]
         columns = sum(

@@ -31,7 +31,7 @@ class Cost:
     """The cost of one execution of a product on one device.
 
     Attributes:
-      flops: 2 M N K.
+      flops: 2 M N K; of a symmetric product M (M + 1) K.
       bytes_read, bytes_written: of a, b and the epilogue's operands, and of its results, each once.
       us: the kernel's expected microseconds, by the cost model; None if the product takes XLA's form, or nothing like
         it has been measured on this device.
@@ -80,7 +80,7 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
     problem = problem_of(plain, spec)
     m, n, k, batch = (problem.shape.m, problem.shape.n, problem.shape.k, problem.shape.batch)
     read, written = (sum(math.prod(x.shape) * x.dtype.itemsize for x in xs) for xs in (plain, results))
-    flops = 2 * m * n * k * batch
+    flops = 2 * m * n * k * batch if not spec.symmetric else m * (m + 1) * k * batch
     chip = chip_of(device) if device else None
     if chip is None or device not in CONSTANTS:
         return Cost(flops, read, written)
