@@ -1,11 +1,17 @@
-"""The parameters that Muon updates, and their shapes as matrices."""
+"""Muon by coda_jax's products, and which parameters it updates, as which matrices."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from flax_layers.axis_names import Axes, axes_of_parameter
+from flax_layers.newton_schulz import MatrixAxes, Method, orthogonalized
 from flax_layers.sharding import map_named
 
 # By the last names of a path: the number of axes without that of stacked layers, and the axes of a matrix's rows and
@@ -52,3 +58,178 @@ def muon_dimension_numbers(params: Any) -> Any:
         return MuonDimensionNumbers(rows, columns)
 
     return map_named(dimension_numbers, params)
+
+
+def muon(
+    learning_rate: Any,
+    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
+    ns_steps: int = 5,
+    beta: Any = 0.95,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    adam_b1: Any = 0.9,
+    adam_b2: Any = 0.999,
+    adam_eps_root: Any = 0.0,
+    adam_weight_decay: Any = 0.0,
+    adam_learning_rate: Any = None,
+    muon_weight_dimension_numbers: Any = None,
+    consistent_rms: Any = None,
+    precision: str = "bfloat16",
+) -> Any:
+    """`optax.contrib.muon` whose Newton-Schulz iterations are coda_jax's products, most of them symmetric.
+
+        from flax_layers.muon import muon, muon_dimension_numbers
+        transformation = muon(0.02, muon_weight_dimension_numbers=muon_dimension_numbers)
+
+    All arguments of optax 0.2.8 are taken, and its state: one that optax's Muon has saved is continued, and the other
+    way round. What differs is how matrices are orthogonalised: in `precision`, whatever dtype the parameters have;
+    those of one shape together; and over the mesh of `jax.set_mesh` each device has its share of them. "spectral"
+    takes its norms by XLA's singular values, in float32.
+
+    Args:
+      learning_rate, ..., consistent_rms: as of `optax.contrib.muon`.
+      precision: "bfloat16", "float16" or "float32": what the products of the iterations read and write. They are summed
+        in float32. The first two are kernels on a Hopper GPU; "float32" is XLA's, as all are elsewhere.
+
+    Returns:
+      An optax.GradientTransformationExtraArgs.
+
+    Raises:
+      ValueError: another precision or preconditioning; what optax refuses of the other arguments.
+      TypeError: complex parameters.
+      ImportError: without optax.
+
+    Numerics: a matrix's singular values differ from those of optax's Muon in float32 by about 2^-8, as optax's own do
+    with bfloat16 parameters. A matrix gives the same bits whatever it is computed with.
+    """
+    import optax  # type: ignore[import-untyped]  # here, so that its absence stops nothing else
+    from optax import contrib
+
+    method = Method.of(ns_steps, preconditioning, eps, precision)
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    # Optax checks its arguments and makes the state, from which the iterations' coefficients come.
+    of_optax = contrib.muon(
+        learning_rate=learning_rate,
+        ns_coeffs=ns_coeffs,
+        ns_steps=ns_steps,
+        beta=beta,
+        eps=eps,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        mu_dtype=mu_dtype,
+        nesterov=nesterov,
+        adaptive=adaptive,
+        preconditioning=preconditioning,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps_root=adam_eps_root,
+        adam_weight_decay=adam_weight_decay,
+        adam_learning_rate=adam_learning_rate,
+        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+        consistent_rms=consistent_rms,
+    )
+    numbers_of = functools.partial(_dimension_numbers, muon_weight_dimension_numbers)
+
+    def labels(params: Any) -> Any:
+        return jax.tree.map(lambda numbers: _label(numbers), numbers_of(params), is_leaf=_is_numbers)
+
+    def orthogonal(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """The momentum's matrices orthogonalised, as `optax.contrib.scale_by_muon`."""
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            corrected = optax.tree.bias_correction(updates, beta, count)
+            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, corrected)
+        else:
+            direction = optax.tree.bias_correction(mu, beta, count)
+        momenta, tree = jax.tree.flatten(direction)
+        axes = [_matrix_axes(x, n) for x, n in zip(momenta, tree.flatten_up_to(numbers_of(direction)), strict=True)]
+        results = orthogonalized(momenta, axes, state.ns_coeffs, method)
+        results = [x.astype(momentum.dtype) for x, momentum in zip(results, momenta, strict=True)]
+        if adaptive:
+            results = [jnp.sum(momentum * x) * x for x, momentum in zip(results, momenta, strict=True)]
+        mu = optax.tree.cast(mu, None if mu_dtype is None else jnp.dtype(mu_dtype))
+        return tree.unflatten(results), state._replace(count=count, mu=mu)
+
+    def scaled(updates: Any, params: Any = None) -> Any:
+        """Each update by the factor of its shape, as optax's `scale_by_shape`."""
+        del params
+        leaves, tree = jax.tree.flatten(updates)
+        each = zip(leaves, tree.flatten_up_to(numbers_of(updates)), strict=True)
+        return tree.unflatten([x * _factor(x, _matrix_axes(x, numbers), consistent_rms) for x, numbers in each])
+
+    def no_init(params: Any) -> Any:
+        raise NotImplementedError("the state is optax's")
+
+    ours = optax.partition(
+        {
+            "muon": optax.chain(
+                optax.GradientTransformation(no_init, orthogonal),
+                optax.stateless(scaled),
+                optax.add_decayed_weights(weight_decay, weight_decay_mask),
+                optax.scale_by_learning_rate(learning_rate),
+            ),
+            "adam": optax.adamw(
+                adam_rate,
+                b1=adam_b1,
+                b2=adam_b2,
+                eps=eps,
+                eps_root=adam_eps_root,
+                weight_decay=adam_weight_decay,
+                mu_dtype=mu_dtype,
+                nesterov=nesterov,
+            ),
+        },
+        labels,
+    )
+    return optax.GradientTransformationExtraArgs(of_optax.init, ours.update)
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or hasattr(x, "reduction_axis")
+
+
+def _label(numbers: Any) -> str:
+    return "adam" if numbers is None else "muon"
+
+
+def _dimension_numbers(given: Any, params: Any) -> Any:
+    """The dimension numbers of each parameter, or None where Adam updates it, in a tree like `params`.
+
+    Args:
+      given: the argument of `muon`: None, dimension numbers for a tree that begins as `params` does, or a function of
+        `params` that gives these.
+    """
+    from optax.contrib import MuonDimensionNumbers
+
+    if given is None:
+        return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
+    begins = given(params) if callable(given) else given
+    return jax.tree.map(lambda numbers, of: jax.tree.map(lambda _: numbers, of), begins, params, is_leaf=_is_numbers)
+
+
+def _matrix_axes(x: Any, numbers: Any) -> MatrixAxes:
+    """The axes of a parameter that are a matrix's rows, its columns, and those of a batch of them."""
+    rows, columns = (
+        tuple(axis % x.ndim for axis in ((axes,) if isinstance(axes, int) else axes))
+        for axes in (numbers.reduction_axis, numbers.output_axis)
+    )
+    if both := sorted({*rows} & {*columns}):
+        raise ValueError(f"muon: {numbers} of a parameter of shape {x.shape} has axes {both} as rows and as columns")
+    batch = tuple(axis for axis in range(x.ndim) if axis not in (*rows, *columns))
+    return MatrixAxes(batch, rows, columns)
+
+
+def _factor(x: Any, axes: MatrixAxes, consistent_rms: Any) -> Any:
+    rows, columns = (math.prod(x.shape[axis] for axis in of) for of in (axes.rows, axes.columns))
+    if consistent_rms is None:
+        return math.sqrt(max(1, columns / rows))
+    return math.sqrt(max(rows, columns)) * consistent_rms
