@@ -137,7 +137,7 @@ def muon(
     numbers_of = functools.partial(_dimension_numbers, muon_weight_dimension_numbers)
 
     def labels(params: Any) -> Any:
-        return jax.tree.map(lambda numbers: _label(numbers), numbers_of(params), is_leaf=_is_numbers)
+        return jax.tree.map(_label, numbers_of(params), is_leaf=_is_numbers)
 
     def orthogonal(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """The momentum's matrices orthogonalised, as `optax.contrib.scale_by_muon`."""
@@ -194,7 +194,9 @@ def muon(
 
 
 def _is_numbers(x: Any) -> bool:
-    return x is None or hasattr(x, "reduction_axis")
+    from optax.contrib import MuonDimensionNumbers
+
+    return x is None or isinstance(x, MuonDimensionNumbers)
 
 
 def _label(numbers: Any) -> str:

@@ -1,0 +1,187 @@
+"""`python -m benchmarks.muon`: updates by Muon, of the layers of a Llama-3-1B and in its training steps.
+
+`flax_layers.muon` stands beside `optax.contrib.muon`, on the same fused model and with the same dimension numbers. A
+program "update" is the optimiser's step for the layers' matrices alone; "step" is value and gradient of the loss, and
+the update of all parameters, the embedding and the head by AdamW. Parameters and state are donated. Times are the wall
+clock's of several calls in a row, each with the results of the one before: the median over rounds, in which variants
+take turns. The distance is that of an update from optax's with the same gradients, relative to its norm; Muon's
+iterations amplify what bfloat16 rounds. Writes benchmarks/results/<device>_muon.csv.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from benchmarks import results
+from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Setting, fused, step
+from flax_layers.muon import muon, muon_dimension_numbers
+
+COLUMNS = ("program", "optimiser", "parameters", "layers", "ms", "temporaries_gib", "arguments_gib", "distance")
+OPTIMISERS = {"coda_jax": muon, "optax": optax.contrib.muon}
+
+
+@dataclasses.dataclass
+class Program:
+    """A compiled program.
+
+    Attributes:
+      compiled: (parameters, state, *others) -> (parameters, state).
+      carried: parameters and state.
+      others: arguments that stay.
+    """
+
+    row: dict[str, Any]
+    compiled: Any
+    carried: tuple[Any, Any]
+    others: tuple[Any, ...]
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, calls: int) -> float:
+        """Seconds of a call, of so many in a row."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.carried = self.compiled(*self.carried, *self.others)
+        jax.block_until_ready(self.carried)
+        return (time.perf_counter() - start) / calls
+
+
+def compiled(row: dict[str, Any], function: Any, carried: tuple[Any, Any], others: tuple[Any, ...]) -> Program:
+    program = jax.jit(function, donate_argnums=(0, 1)).lower(*carried, *others).compile()
+    sizes = program.memory_analysis()
+    row |= {
+        "temporaries_gib": sizes.temp_size_in_bytes / 2**30,
+        "arguments_gib": sizes.argument_size_in_bytes / 2**30,
+    }
+    return Program(row, program, carried, others)
+
+
+def updates(setting: Setting, scanned: bool, names: Sequence[str]) -> list[Program]:
+    """The updates of the layers' matrices by each optimiser, from the same gradients; optax's comes first."""
+    variant = dataclasses.replace(VARIANTS["coda"], scan=scanned)
+    layers = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(fused(variant, setting), nnx.Param)))["layers"]
+    all_numbers = jax.tree.leaves(muon_dimension_numbers(layers), is_leaf=_is_numbers)
+    each = zip(jax.tree.leaves(layers), all_numbers, strict=True)
+    types, numbers = zip(*((x, of) for x, of in each if of is not None), strict=True)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def arrays(seed: int) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(types))
+        return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, types, strict=True)]
+
+    programs: list[Program] = []
+    for name in names:
+        tx = OPTIMISERS[name](1.0, muon_weight_dimension_numbers=list(numbers))
+
+        def update(params: Any, state: Any, gradients: Any, tx: Any = tx) -> Any:
+            changes, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, changes), state
+
+        params = arrays(0)
+        row = {"program": "update", "optimiser": name, "layers": "scanned" if scanned else "unrolled"}
+        program = compiled(row, update, (params, jax.jit(tx.init)(params)), (arrays(1),))
+        program.run(1)
+        if programs:
+            row["distance"] = _distance(program.carried[0], programs[0].carried[0], arrays(0))
+        programs.append(program)
+    return programs
+
+
+def steps(setting: Setting, tokens: jax.Array, names: Sequence[str]) -> list[Program]:
+    """Whole training steps with each optimiser; the model without one comes first."""
+    variant = VARIANTS["coda"]
+    loss = step("loss", variant, setting)
+    labels = jnp.roll(tokens, -1, axis=1)
+
+    def parameters() -> Any:
+        return nnx.state(fused(variant, setting), nnx.Param)
+
+    def gradient(params: Any, total: Any, tokens: jax.Array, labels: jax.Array) -> Any:
+        value, gradients = loss(params, tokens, labels)
+        return gradients, total + value
+
+    rows = {"program": "step", "layers": "unrolled"}
+    programs = [compiled(rows | {"optimiser": "none"}, gradient, (parameters(), jnp.float32(0)), (tokens, labels))]
+    for name in names:
+        tx = OPTIMISERS[name](1e-4, muon_weight_dimension_numbers=muon_dimension_numbers)
+
+        def train(params: Any, state: Any, tokens: jax.Array, labels: jax.Array, tx: Any = tx) -> Any:
+            _, gradients = loss(params, tokens, labels)
+            changes, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, changes), state
+
+        params = parameters()
+        programs.append(
+            compiled(rows | {"optimiser": name}, train, (params, jax.jit(tx.init)(params)), (tokens, labels))
+        )
+    return programs
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+
+
+@jax.jit
+def _distance(ours: Any, theirs: Any, before: Any) -> jax.Array:
+    """The distance of two updates, from the parameters behind and before them."""
+    ours, theirs, before = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (ours, theirs, before))
+    apart = optax.tree.norm(optax.tree.sub(ours, theirs))
+    return apart / optax.tree.norm(optax.tree.sub(theirs, before))
+
+
+def timed(programs: Sequence[Program], rounds: int, calls: int) -> list[dict[str, Any]]:
+    """The rows of the programs, which are run in turns."""
+    for program in programs:
+        program.run(1)
+    for _ in range(rounds):
+        for program in random.sample(programs, len(programs)):
+            program.seconds.append(program.run(calls))
+    return [program.row | {"ms": 1e3 * statistics.median(program.seconds)} for program in programs]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = results.parser("benchmarks.muon", __doc__)
+    parser.add_argument("--programs", default="update,step")
+    parser.add_argument("--parameters", default="float32,bfloat16", help="dtypes of the parameters")
+    parser.add_argument("--layers", default="unrolled,scanned", help="of the updates")
+    parser.add_argument("--optimisers", default="optax,coda_jax")
+    parser.add_argument("--tokens", default="2x8192")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
+    options = parser.parse_args(arguments)
+    config, names = TINY if options.tiny else LLAMA_3_1B, options.optimisers.split(",")
+    shape = (2, 24) if options.tiny else tuple(map(int, options.tokens.split("x")))
+    tokens = jax.random.randint(jax.random.key(2, impl="rbg"), shape, 0, config.vocab_size)
+    rows = []
+    for dtype in options.parameters.split(","):
+        setting = Setting(config, jnp.bfloat16, jnp.dtype(dtype))
+        suites = [
+            functools.partial(updates, setting, layers == "scanned", names)
+            for layers in options.layers.split(",")
+            if "update" in options.programs.split(",")
+        ]
+        suites += [functools.partial(steps, setting, tokens, names)] * ("step" in options.programs.split(","))
+        for suite in suites:
+            for row in timed(suite(), options.rounds, options.calls):
+                rows.append(row | {"parameters": dtype})
+                print("  ".join(f"{name} {_shown(rows[-1][name])}" for name in COLUMNS if name in rows[-1]), flush=True)
+    results.write("_muon", COLUMNS, rows, folder=options.out, commit=options.commit, tokens="x".join(map(str, shape)))
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{float(value):.4g}"
+
+
+if __name__ == "__main__":
+    main()
