@@ -2,7 +2,8 @@
 
 `flax_layers.muon` stands beside `optax.contrib.muon`, on the same fused model and with the same dimension numbers. A
 program "update" is the optimiser's step for the layers' matrices alone; "step" is value and gradient of the loss, and
-the update of all parameters, the embedding and the head by AdamW. Parameters and state are donated. Times are the wall
+the update of all parameters, the embedding and the head by AdamW; "sgd" is the same step by gradient
+descent. Parameters and state are donated. Times are the wall
 clock's of several calls in a row, each with the results of the one before: the median over rounds, in which variants
 take turns. The distance is that of an update from optax's with the same gradients, relative to its norm; Muon's
 iterations amplify what bfloat16 rounds. Writes benchmarks/results/<device>_muon.csv.
@@ -98,7 +99,7 @@ def updates(setting: Setting, scanned: bool, names: Sequence[str]) -> list[Progr
 
 
 def steps(setting: Setting, tokens: jax.Array, names: Sequence[str]) -> list[Program]:
-    """Whole training steps with each optimiser; the model without one comes first."""
+    """Whole training steps, with gradient descent and with each optimiser."""
     variant = VARIANTS["coda"]
     loss = step("loss", variant, setting)
     labels = jnp.roll(tokens, -1, axis=1)
@@ -106,14 +107,11 @@ def steps(setting: Setting, tokens: jax.Array, names: Sequence[str]) -> list[Pro
     def parameters() -> Any:
         return nnx.state(fused(variant, setting), nnx.Param)
 
-    def gradient(params: Any, total: Any, tokens: jax.Array, labels: jax.Array) -> Any:
-        value, gradients = loss(params, tokens, labels)
-        return gradients, total + value
-
     rows = {"program": "step", "layers": "unrolled"}
-    programs = [compiled(rows | {"optimiser": "none"}, gradient, (parameters(), jnp.float32(0)), (tokens, labels))]
-    for name in names:
-        tx = OPTIMISERS[name](1e-4, muon_weight_dimension_numbers=muon_dimension_numbers)
+    programs = []
+    for name in ("sgd", *names):
+        options = {"muon_weight_dimension_numbers": muon_dimension_numbers} if name in OPTIMISERS else {}
+        tx = (OPTIMISERS | {"sgd": optax.sgd})[name](1e-4, **options)
 
         def train(params: Any, state: Any, tokens: jax.Array, labels: jax.Array, tx: Any = tx) -> Any:
             _, gradients = loss(params, tokens, labels)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,79 +107,32 @@ def muon(
       ImportError: without optax.
 
     Numerics: a matrix's singular values differ from those of optax's Muon in float32 by about 2^-8, as optax's own do
-    with bfloat16 parameters. A matrix gives the same bits whatever it is computed with.
+    with bfloat16 parameters. A matrix gives the same bits in every batch and on any number of devices, unless XLA's sum
+    for its norm is within its last bits of where the norm's rounding to 8 bits changes.
     """
+    arguments = {name: value for name, value in locals().items() if name != "precision"}
     import optax  # type: ignore[import-untyped]  # here, so that its absence stops nothing else
     from optax import contrib
 
-    method = Method.of(ns_steps, preconditioning, eps, precision)
-    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    # Optax checks its arguments and makes the state, from which the iterations' coefficients come.
-    of_optax = contrib.muon(
-        learning_rate=learning_rate,
-        ns_coeffs=ns_coeffs,
-        ns_steps=ns_steps,
-        beta=beta,
-        eps=eps,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        mu_dtype=mu_dtype,
-        nesterov=nesterov,
-        adaptive=adaptive,
-        preconditioning=preconditioning,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps_root=adam_eps_root,
-        adam_weight_decay=adam_weight_decay,
-        adam_learning_rate=adam_learning_rate,
-        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
-        consistent_rms=consistent_rms,
+    orthogonal = _Orthogonal(
+        Method.of(ns_steps, preconditioning, eps, precision),
+        beta,
+        None if mu_dtype is None else jnp.dtype(mu_dtype),
+        nesterov,
+        adaptive,
+        consistent_rms,
+        functools.partial(_dimension_numbers, muon_weight_dimension_numbers),
     )
-    numbers_of = functools.partial(_dimension_numbers, muon_weight_dimension_numbers)
-
-    def labels(params: Any) -> Any:
-        return jax.tree.map(_label, numbers_of(params), is_leaf=_is_numbers)
-
-    def orthogonal(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """The momentum's matrices orthogonalised, as `optax.contrib.scale_by_muon`."""
-        del params
-        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        count = optax.safe_increment(state.count)
-        if nesterov:
-            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
-            corrected = optax.tree.bias_correction(updates, beta, count)
-            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, corrected)
-        else:
-            direction = optax.tree.bias_correction(mu, beta, count)
-        momenta, tree = jax.tree.flatten(direction)
-        axes = [_matrix_axes(x, n) for x, n in zip(momenta, tree.flatten_up_to(numbers_of(direction)), strict=True)]
-        results = orthogonalized(momenta, axes, state.ns_coeffs, method)
-        results = [x.astype(momentum.dtype) for x, momentum in zip(results, momenta, strict=True)]
-        if adaptive:
-            results = [jnp.sum(momentum * x) * x for x, momentum in zip(results, momenta, strict=True)]
-        mu = optax.tree.cast(mu, None if mu_dtype is None else jnp.dtype(mu_dtype))
-        return tree.unflatten(results), state._replace(count=count, mu=mu)
-
-    def scaled(updates: Any, params: Any = None) -> Any:
-        """Each update by the factor of its shape, as optax's `scale_by_shape`."""
-        del params
-        leaves, tree = jax.tree.flatten(updates)
-        each = zip(leaves, tree.flatten_up_to(numbers_of(updates)), strict=True)
-        return tree.unflatten([x * _factor(x, _matrix_axes(x, numbers), consistent_rms) for x, numbers in each])
-
-    def no_init(params: Any) -> Any:
-        raise NotImplementedError("the state is optax's")
-
-    ours = optax.partition(
+    transformation = optax.partition(
         {
             "muon": optax.chain(
-                optax.GradientTransformation(no_init, orthogonal),
-                optax.stateless(scaled),
+                optax.GradientTransformation(_no_init, orthogonal.update),
+                optax.stateless(orthogonal.scaled),
                 optax.add_decayed_weights(weight_decay, weight_decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
             ),
             "adam": optax.adamw(
-                adam_rate,
+                learning_rate if adam_learning_rate is None else adam_learning_rate,
                 b1=adam_b1,
                 b2=adam_b2,
                 eps=eps,
@@ -188,9 +142,81 @@ def muon(
                 nesterov=nesterov,
             ),
         },
-        labels,
+        lambda params: jax.tree.map(_label, orthogonal.numbers_of(params), is_leaf=_is_numbers),
     )
-    return optax.GradientTransformationExtraArgs(of_optax.init, ours.update)
+    # Optax checks the arguments and makes the state, in which are the iterations' coefficients.
+    return optax.GradientTransformationExtraArgs(contrib.muon(**arguments).init, transformation.update)
+
+
+def _no_init(params: Any) -> Any:
+    raise NotImplementedError("the state is optax's")
+
+
+class _Orthogonal(NamedTuple):
+    """Muon's part of an update, without weight decay and learning rate.
+
+    Attributes:
+      method: how matrices are orthogonalised.
+      beta, mu_dtype, nesterov: of the momentum.
+      adaptive, consistent_rms: how an update is scaled.
+      numbers_of: gives the dimension numbers of each parameter.
+    """
+
+    method: Method
+    beta: Any
+    mu_dtype: Any
+    nesterov: bool
+    adaptive: bool
+    consistent_rms: Any
+    numbers_of: Callable[[Any], Any]
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """The momentum's matrices orthogonalised, as by `optax.contrib.scale_by_muon`, and its state."""
+        del params
+        import optax
+
+        beta = self.beta
+        mu = _computed_once(optax.tree.update_moment(updates, state.mu, beta, 1))
+        count = optax.safe_increment(state.count)
+        if self.nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            corrected = optax.tree.bias_correction(updates, beta, count)
+            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, corrected)
+        else:
+            direction = optax.tree.bias_correction(mu, beta, count)
+        momenta, axes, tree = self._matrices(direction)
+        results = orthogonalized(momenta, axes, state.ns_coeffs, self.method)
+        if self.adaptive:
+            results = [jnp.sum(momentum * x) * x for x, momentum in zip(results, momenta, strict=True)]
+        return tree.unflatten(results), state._replace(count=count, mu=optax.tree.cast(mu, self.mu_dtype))
+
+    def scaled(self, updates: Any, params: Any = None) -> Any:
+        """Each update by a factor of its shape, as optax scales them."""
+        del params
+        leaves, each_axes, tree = self._matrices(updates)
+        return tree.unflatten([self._factor(x, axes) * x for x, axes in zip(leaves, each_axes, strict=True)])
+
+    def _matrices(self, tree: Any) -> tuple[list[jax.Array], list[MatrixAxes], Any]:
+        """The arrays of a tree, their axes as matrices, and the tree's structure."""
+        structure: Any = jax.tree.structure(tree)
+        leaves, numbers = jax.tree.leaves(tree), structure.flatten_up_to(self.numbers_of(tree))
+        return leaves, [_matrix_axes(x, of) for x, of in zip(leaves, numbers, strict=True)], structure
+
+    def _factor(self, x: jax.Array, axes: MatrixAxes) -> Any:
+        rows, columns = (math.prod(x.shape[axis] for axis in of) for of in (axes.rows, axes.columns))
+        if self.consistent_rms is None:
+            return math.sqrt(max(1, columns / rows)) if x.size else 1.0
+        return math.sqrt(max(rows, columns)) * self.consistent_rms
+
+
+def _computed_once(momentum: Any) -> Any:
+    """The momentum, of which those of unrolled layers are not computed again where they are joined.
+
+    XLA would do so from the momentum before it, which it then copies, for the new one takes its place: 2 GiB of float32
+    for a Llama-3-1B. An array by itself is read and written in one pass with what follows.
+    """
+    counts = collections.Counter(x.shape for x in jax.tree.leaves(momentum))
+    return jax.tree.map(lambda x: jax.lax.optimization_barrier(x) if counts[x.shape] > 1 else x, momentum)
 
 
 def _is_numbers(x: Any) -> bool:
@@ -228,10 +254,3 @@ def _matrix_axes(x: Any, numbers: Any) -> MatrixAxes:
         raise ValueError(f"muon: {numbers} of a parameter of shape {x.shape} has axes {both} as rows and as columns")
     batch = tuple(axis for axis in range(x.ndim) if axis not in (*rows, *columns))
     return MatrixAxes(batch, rows, columns)
-
-
-def _factor(x: Any, axes: MatrixAxes, consistent_rms: Any) -> Any:
-    rows, columns = (math.prod(x.shape[axis] for axis in of) for of in (axes.rows, axes.columns))
-    if consistent_rms is None:
-        return math.sqrt(max(1, columns / rows))
-    return math.sqrt(max(rows, columns)) * consistent_rms

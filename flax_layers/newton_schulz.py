@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 
 _GROUP_BYTES = 1 << 29  # of the matrices that a device has at a time: 16 of (2048, 8192) in bfloat16
+_MOST_SLICES = 8  # of an array with batch axes behind those of its matrices
 _LEAST_SCALE = 1e-8  # of optax's "aol" and "schatten"
 # Sums are never split along k, so that a matrix gives the same bits in every batch and on any number of devices.
 _WHOLE_SUMS = coda.GemmConfig(split_k=False)
@@ -86,7 +88,7 @@ def orthogonalized(
       method: what the iterations are.
 
     Returns:
-      Arrays of the same shapes, in `method.dtype`.
+      Arrays of the same shapes and dtypes.
 
     Raises:
       TypeError: a complex array.
@@ -105,30 +107,66 @@ def _orthogonalized(
     arrays: list[jax.Array], coefficients: jax.Array, *, axes: Sequence[MatrixAxes], method: Method
 ) -> list[jax.Array]:
     coefficients = jnp.asarray(coefficients, jnp.float32)
+    originals, arrays = arrays, [_rounded_where_it_is(x, method.dtype) for x in arrays]
     each_step = list(coefficients) if coefficients.ndim == 2 else [coefficients] * method.steps
-    stacks = [_stacked(x.astype(method.dtype), of) for x, of in zip(arrays, axes, strict=True)]
+    stacks_of = [_stacks(x, of) for x, of in zip(arrays, axes, strict=True)]
+    stacks = [*itertools.chain(*stacks_of)]
     done: list[list[jax.Array]] = [[] for _ in stacks]
+    one = jax.lax.optimization_barrier(jnp.ones((), jnp.float32))
     for shape in dict.fromkeys(x.shape[1:] for x in stacks):
         members = [i for i, x in enumerate(stacks) if x.shape[1:] == shape and x.size]
         for pieces in _groups([len(stacks[i]) for i in members], _most(shape, method.dtype)):
-            results = _iterated(_joined([stacks[members[i]][first:end] for i, first, end in pieces]), each_step, method)
+            parts = [stacks[members[i]][first:end] for i, first, end in pieces]
+            batch = _joined([x * one.astype(x.dtype) for x in parts])
+            # A group begins when the one before it has ended: else all of them are in memory at a time.
+            results, one = jax.lax.optimization_barrier((_iterated(batch, each_step, method), one))
             ends = itertools.accumulate((end - first for _, first, end in pieces), initial=0)
             for (i, first, end), at in zip(pieces, ends, strict=False):
                 done[members[i]].append(results[at : at + end - first])
-    each = zip(done, stacks, arrays, axes, strict=True)
-    return [_unstacked(_joined(parts) if parts else stack, x.shape, of) for parts, stack, x, of in each]
+    rest = iter(_joined(parts) if parts else x for parts, x in zip(done, stacks, strict=True))
+    each = zip(stacks_of, originals, axes, strict=True)
+    return [
+        _converted_where_it_goes(_unstacked([next(rest) for _ in own], x.shape, of), x.dtype) for own, x, of in each
+    ]
 
 
-def _stacked(x: jax.Array, axes: MatrixAxes) -> jax.Array:
-    """(batch, M, N), the matrices of an array."""
-    sizes = (math.prod(x.shape[axis] for axis in of) for of in axes)
-    return x.transpose(itertools.chain(*axes)).reshape(*sizes)
+def _sliced(shape: Sequence[int], axes: MatrixAxes) -> tuple[int, ...]:
+    """The batch axes, behind one of a matrix, along which an array is sliced: XLA would transpose it as a whole."""
+    inner = tuple(axis for axis in axes.batch if axis > min(*axes.rows, *axes.columns))
+    return inner if math.prod(shape[axis] for axis in inner) <= _MOST_SLICES else ()
 
 
-def _unstacked(x: jax.Array, shape: Sequence[int], axes: MatrixAxes) -> jax.Array:
-    """Undoes `_stacked`."""
-    order = [*itertools.chain(*axes)]
-    return x.reshape([shape[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(shape))])
+def _stacks(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
+    """The matrices of an array, (batch, M, N): for each index of its `_sliced` axes."""
+    sliced = _sliced(x.shape, axes)
+    kept = [axis for axis in range(x.ndim) if axis not in sliced]
+    order = [[kept.index(axis) for axis in of if axis not in sliced] for of in axes]
+    stacks = []
+    for index in itertools.product(*(range(x.shape[axis]) for axis in sliced)):
+        at = dict(zip(sliced, index, strict=True))
+        one = x[tuple(at.get(axis, slice(None)) for axis in range(x.ndim))]
+        sizes = [math.prod(one.shape[axis] for axis in of) for of in order]
+        stacks.append(one.transpose([*itertools.chain(*order)]).reshape(sizes))
+    return stacks
+
+
+def _unstacked(stacks: Sequence[jax.Array], shape: Sequence[int], axes: MatrixAxes) -> jax.Array:
+    """Undoes `_stacks`."""
+    sliced = _sliced(shape, axes)
+    order = [axis for axis in itertools.chain(*axes) if axis not in sliced]
+    places = [order.index(axis) for axis in sorted(order)]
+    each = [x.reshape([shape[axis] for axis in order]).transpose(places) for x in stacks]
+    return _stacked_along(each, [(axis, shape[axis]) for axis in sliced])
+
+
+def _stacked_along(parts: Sequence[jax.Array], axes: Sequence[tuple[int, int]]) -> jax.Array:
+    """Arrays in the order of their indices along new axes, (place, size) each, the first place first."""
+    if not axes:
+        return parts[0]
+    (axis, size), *rest = axes
+    rest = [(place - 1, count) for place, count in rest]
+    each = len(parts) // size
+    return jnp.stack([_stacked_along(parts[i * each : (i + 1) * each], rest) for i in range(size)], axis)
 
 
 def _joined(parts: Sequence[jax.Array]) -> jax.Array:
@@ -155,21 +193,24 @@ def _groups(sizes: Sequence[int], most: int) -> Iterable[list[tuple[int, int, in
 
 def _iterated(x: jax.Array, coefficients: Sequence[jax.Array], method: Method) -> jax.Array:
     """The iterations on (batch, M, N) in `method.dtype`."""
-    count, x = len(x), _shared(x)
+    count, x = len(x), _with_zeros(x)
     gram, polynomial, applied = _products(is_tall=x.shape[1] > x.shape[2], dtype=method.dtype)
     ones = jnp.ones(len(x), jnp.float32)
     scale = _scale(x, method)
     for i, (a, b, c) in enumerate(coefficients):
         of_step = scale if i == 0 and scale is not None else ones
-        squared = gram(x, of_step)
+        squared = _shared(gram(x, of_step))
         if i == 0 and scale is None:
             x, squared = _scaled_by_gram(x, squared, method.preconditioning)
-        x = applied(x, polynomial(squared, b, c), a, of_step)
+        x = _shared(applied(x, _shared(polynomial(squared, b, c)), a, of_step))
     return x[:count]
 
 
 def _scale(x: jax.Array, method: Method) -> jax.Array | None:
-    """(batch,) float32, the factor of each matrix in front of the iterations; None if it follows from X X^T."""
+    """(batch,) float32, the factor of each matrix in front of the iterations; None if it follows from A.
+
+    It is rounded to 8 bits if the matrices have no more: XLA's sums depend on the batch in their last bits.
+    """
     match method.preconditioning:
         case "frobenius":
             norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2)))
@@ -177,7 +218,8 @@ def _scale(x: jax.Array, method: Method) -> jax.Array | None:
             norm = jnp.linalg.norm(x.astype(jnp.float32), ord=2, axis=(1, 2))
         case _:
             return None
-    return 1 / (norm + method.eps)
+    scale = 1 / (norm + method.eps)
+    return jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7) if method.dtype.itemsize == 2 else scale
 
 
 def _scaled_by_gram(x: jax.Array, gram: jax.Array, preconditioning: str) -> tuple[jax.Array, jax.Array]:
@@ -194,7 +236,7 @@ def _scaled_by_gram(x: jax.Array, gram: jax.Array, preconditioning: str) -> tupl
 
 def _products(*, is_tall: bool, dtype: jnp.dtype) -> tuple[Callable[..., jax.Array], ...]:
     """The three products of an iteration, of batches: (x, scale), (gram, b, c) and (x, polynomial, a, scale)."""
-    options = {"config": _WHOLE_SUMS, "implementation": "xla" if dtype == jnp.float32 else "auto"}
+    options: dict[str, Any] = {"config": _WHOLE_SUMS, "implementation": "xla" if dtype == jnp.float32 else "auto"}
 
     def gram(x: jax.Array, scale: jax.Array) -> jax.Array:
         return coda.symmetric_gemm(
@@ -227,6 +269,39 @@ def _step(acc: jax.Array, x: jax.Array, a: jax.Array, scale: jax.Array) -> jax.A
     return (acc + a * x) * scale
 
 
+def _rounded_where_it_is(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x in this dtype, converted before XLA moves it to other devices."""
+    return _converted(x, dtype, lambda operand, _: operand)
+
+
+def _converted_where_it_goes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x in this dtype, converted when XLA has moved it to where its readers have it."""
+    return _converted(x, dtype, lambda _, result: result)
+
+
+def _converted(x: jax.Array, dtype: jnp.dtype, chosen: Callable[[Any, Any], Any]) -> jax.Array:
+    """x in this dtype. What is said of the sharding of x or of the result does not spread to the other.
+
+    Args:
+      chosen: (sharding of x, of the result) -> that of the devices' parts that are converted.
+    """
+    if _devices() == 1 or x.dtype == dtype:
+        return x.astype(dtype)
+
+    @custom_partitioning
+    def convert(x: jax.Array) -> jax.Array:
+        return x.astype(dtype)
+
+    def partition(mesh: Any, operands: Any, result: Any) -> Any:
+        sharding = chosen(operands[0].sharding, result.sharding)
+        return mesh, lambda x: x.astype(dtype), sharding, (sharding,)
+
+    names = [f"i{axis}" for axis in range(x.ndim)], [f"o{axis}" for axis in range(x.ndim)]
+    convert.def_partition(partition=partition, sharding_rule=" -> ".join(map(" ".join, names)))
+    converted: jax.Array = convert(x)
+    return converted
+
+
 def _mesh_axes(type_: AxisType) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of is type_)
@@ -237,10 +312,14 @@ def _devices() -> int:
     return math.prod(mesh.shape[name] for name in _mesh_axes(AxisType.Auto))
 
 
-def _shared(x: jax.Array) -> jax.Array:
+def _with_zeros(x: jax.Array) -> jax.Array:
     """(batch, M, N) with zeros behind it, so that each device of the mesh has as many whole matrices."""
+    return _shared(jnp.pad(x, ((0, -len(x) % _devices()), (0, 0), (0, 0))) if len(x) % _devices() else x)
+
+
+def _shared(x: jax.Array) -> jax.Array:
+    """(batch, M, N), of which each device of the mesh has its share of whole matrices."""
     if _devices() == 1:
         return x
-    x = jnp.pad(x, ((0, -len(x) % _devices()), (0, 0), (0, 0)))
     mesh = jax.sharding.get_abstract_mesh()
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(_mesh_axes(AxisType.Auto))))
