@@ -84,7 +84,7 @@ gpu-sanitize: $(STAMPS)/test
 bench: $(STAMPS)/bench
 	$(RUN) -m benchmarks $(ARGS)
 
-bench-%: $(STAMPS)/bench # train_step, family_step, fused_models, attention, layer, loss_head, loss_curve, launch, plots
+bench-%: $(STAMPS)/bench # train_step, family_step, fused_models, attention, layer, loss_head, loss_curve, launch, muon, plots
 	$(RUN) -m benchmarks.$* $(ARGS)
 
 lab-%: $(STAMPS)/bench # tiles, tiles_energy, energy, ablation, joined, between_kernels, host_launch, load_memory, schedule

@@ -15,8 +15,9 @@ import stdlib_text
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_layers import Llama, LlamaConfig, muon_dimension_numbers
+from flax_layers import Llama, LlamaConfig
 from flax_layers.decoding import generate
+from flax_layers.muon import muon, muon_dimension_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,12 +184,13 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, min(50, settings.steps // 10), settings.steps, 0.0
     )
-    muon = optax.contrib.muon(
+    transformation = muon(
         schedule,
         adam_learning_rate=schedule,
         adam_b2=0.95,
         weight_decay=0.1,
         consistent_rms=0.2,
         muon_weight_dimension_numbers=muon_dimension_numbers,
+        precision="bfloat16" if jax.default_backend() == "gpu" else "float32",  # CPUs multiply bfloat16 more slowly
     )
-    return optax.chain(optax.clip_by_global_norm(settings.clip), muon) if settings.clip else muon
+    return optax.chain(optax.clip_by_global_norm(settings.clip), transformation) if settings.clip else transformation
