@@ -71,9 +71,7 @@ extern "C" int run(int tile_m, int tile_n, int cluster_m, int split_k, int n, in
 """
 CALL = """if (tile_m == {0} && tile_n == {1} && cluster_m == {2} && split_k == {3})
     return pieces<{0}, {1}, {2}, {3}>(n, k_blocks, batch, clusters, claimed, out);"""
-KERNELS = [
-    (*tile, cluster_m, split_k) for tile, cluster_m, split_k in itertools.product(TILES, (1, 2), (False, True))
-]
+KERNELS = [(*tile, cluster_m, split_k) for tile, cluster_m, split_k in itertools.product(TILES, (1, 2), (False, True))]
 
 
 def compiled(folder, *replacement):
@@ -163,7 +161,7 @@ def check_stores(library, kernel, n):
 
 
 def check_balance(library, kernel, n, **options):
-    """The cost model's numbers are the kernel's, and a cluster has at most one tile, or part of one, more than another."""
+    """The cost model's numbers are the kernel's; a cluster has at most a tile, or part of one, more than another."""
     tile_m, tile_n, cluster_m, split_k = kernel
     k_blocks, batch = options.get("k_blocks", 12), options.get("batch", 1)
     found, split, parts, total = run(library, kernel, n, **options)
