@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_result_stores import F32, Case, pieces_of
 
 from benchmarks.programs import PROGRAMS, lowered
 from coda_jax.epilogue import finish
 from coda_jax.lowering import kernel
 from coda_jax.tiles.config import GemmConfig
 from tests.lockstep import Library
+from tests.store_cases import F32, Case
+from tests.test_result_stores import pieces_of
 
 M, N = 72, 80  # two tiles of rows and of columns, or more, the last ones with parts
 WIDE = {  # tiles of more than 64 columns: for their heads

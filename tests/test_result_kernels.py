@@ -11,7 +11,7 @@ from coda_jax.lowering import kernel
 from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.tiles.config import GemmConfig
 from tests.nvrtc import needs_nvrtc
-from tests.test_result_stores import BF16, CASES, E4M3, E5M2, F32, Case, array, forward, ordered, saturated
+from tests.store_cases import BF16, CASES, E4M3, E5M2, F32, Case, array, forward, ordered, saturated
 
 SPILLED = {"gate": 8}  # bytes that a thread stores and loads, once each: with rstd and two scales
 MOST_INSTRUCTIONS = 8192  # that the instruction cache holds

@@ -1,187 +1,29 @@
-"""Results of 8 bits, transposed results and maxima of all elements, by the kernel's own epilogue on the host: bit for
-bit what XLA's form has, of any shape, whichever warp is ahead and whenever the copy engine reads.
+"""Results of 8 bits, transposed and symmetric results and maxima of all elements, by the kernel's own epilogue on the
+host: bit for bit what XLA's form has, of any shape, whichever warp is ahead and whenever the copy engine reads.
 """
 
 import dataclasses
-import functools
 import itertools
 import zlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import coda_jax as coda
-from benchmarks.epilogues import EpilogueCase
-from benchmarks.programs import lowered, spec_of
-from coda_jax.epilogue import TileStore, evaluate_tiles, trace
+from coda_jax.epilogue import TileStore, evaluate_tiles
 from coda_jax.epilogue.rounding import stored
 from coda_jax.lowering import kernel
-from coda_jax.lowering.addressing import unsupported_reason
-from coda_jax.tiles.config import CONSUMERS, GemmConfig
+from coda_jax.tiles.config import CONSUMERS
 from tests.lockstep import Library, Piece, bits
-
-BF16, F16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
-ordered = coda.contraction_order
-
-
-def array(*shape, dtype=F32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """An epilogue whose operations are exact or rounded once, its stores' dtypes, and the tile.
-
-    `units`: M and N are multiples of these.
-    """
-
-    epilogue: object
-    out_dtypes: tuple
-    tile: tuple = (128, 128)
-    units: tuple = (16, 16)
-    operands: object = lambda m, n: ()
-    batch: int | None = None
-    yields: bool = False
-    options: dict = dataclasses.field(default_factory=dict)
-
-    @functools.cache  # noqa: B019
-    def kernel(self, m, n):
-        operands = self.operands(m, n)
-        traced, captured = trace(self.epilogue, array(m, n), operands)
-        assert not captured
-        spec = spec_of(EpilogueCase(self.epilogue, None, self.out_dtypes), traced, transpose_b=True)
-        batch = () if self.batch is None else (self.batch,)
-        types = (array(*batch, m, 64, dtype=BF16), array(n, 64, dtype=BF16), *operands)
-        spec = spec.replace(batched=(bool(batch),) + (False,) * (len(types) - 1))
-        assert unsupported_reason(types, spec) is None
-        config = GemmConfig(tile_m=self.tile[0], tile_n=self.tile[1], cluster_m=1, split_k=False, **self.options)
-        return spec, lowered(types, spec, config, yields=self.yields)
-
-    def __hash__(self):
-        return id(self)
-
-
-def gate(z):
-    of_gate, up = jnp.split(z, 2, axis=1)
-    return jnp.maximum(of_gate, 0) * up
-
-
-def saturated(y):
-    return coda.saturate(y, E4M3)
-
-
-def forward(acc, rstd, w_scale, y_scale):
-    z = acc * rstd * w_scale
-    y = gate(z)
-    y8 = saturated(y * y_scale)
-    return z, ordered(y8), ordered(y8.T), jnp.max(jnp.abs(y))
-
-
-def backward(acc, z, scale):
-    of_gate, up = jnp.split(z.astype(F32), 2, axis=1)
-    t = jnp.concatenate([acc * up, acc * jnp.maximum(of_gate, 0)], axis=1)
-    t8, y8 = saturated(t * scale), saturated(of_gate * up)
-    return ordered(t8), ordered(t8.T), ordered(y8.T), jnp.max(jnp.abs(t))
-
-
-def halves_of_heads(acc):
-    first, second = jnp.split(acc.reshape(acc.shape[0], -1, 64), 2, axis=-1)
-    return jnp.concatenate([-second, first], axis=-1).reshape(acc.shape)
-
-
-def both(quantise, order, transposed_order):
-    def epilogue(acc):
-        y8 = quantise(acc)
-        return order(y8), transposed_order(y8.T)
-
-    return epilogue
-
-
-def plain(y):
-    return y
-
-
-CASES = {
-    "natural order": Case(saturated, (E4M3,)),
-    "contraction order": Case(lambda acc: ordered(saturated(acc)), (E4M3,), tile=(128, 192)),
-    "as XLA converts": Case(
-        lambda acc: (acc.astype(E4M3), ordered(acc.astype(E4M3)), acc.astype(E5M2), ordered(coda.saturate(acc, E5M2))),
-        (E4M3, E4M3, E5M2, E5M2),
-    ),
-    "both copies": Case(
-        lambda acc, s: (*both(saturated, ordered, ordered)(acc * s), jnp.max(jnp.abs(acc))),
-        (E4M3, E4M3),
-        tile=(128, 192),
-        operands=lambda m, n: (array(),),
-    ),
-    "copies in natural order": Case(both(lambda y: y.astype(E5M2), plain, plain), (E5M2, E5M2)),
-    "copies of two orders": Case(both(saturated, ordered, plain), (E4M3, E4M3), tile=(64, 256)),
-    "copies of the other two": Case(both(saturated, plain, ordered), (E4M3, E4M3), tile=(128, 256)),
-    "transposed alone": Case(lambda acc: (ordered(saturated(acc).T), acc), (E4M3, BF16), tile=(128, 256)),
-    "transposed in natural order": Case(lambda acc: saturated(acc).T, (E4M3,), options={"subtile_n": 16}),
-    "16 bits": Case(
-        lambda acc: (acc, acc.T), (BF16, BF16), tile=(128, 192), units=(8, 8), options={"box_n": 32, "subtile_n": 16}
-    ),
-    "16 bits transposed alone": Case(lambda acc: acc.T, (F16,), tile=(128, 256), units=(8, 8)),
-    "beside float32": Case(lambda acc: (saturated(acc), acc, saturated(acc).T), (E4M3, F32, E4M3), units=(16, 16)),
-    "gate": Case(
-        forward,
-        (BF16, E4M3, E4M3),
-        tile=(128, 192),
-        units=(16, 32),
-        operands=lambda m, n: (array(m, 1), array(n), array()),
-    ),
-    "back through a gate": Case(
-        backward,
-        (E4M3, E4M3, E4M3),
-        tile=(128, 192),
-        operands=lambda m, n: (array(m, 2 * n, dtype=BF16), array()),
-    ),
-    "operands of 8 bits": Case(
-        lambda acc, x, y: saturated(acc + x.astype(F32) + y.astype(F32)),
-        (E4M3,),
-        operands=lambda m, n: (array(m, n, dtype=E4M3), array(m, n, dtype=E5M2)),
-    ),
-    "operands of a shared tile": Case(
-        lambda acc, x: (acc + x.astype(F32)).T,
-        (BF16,),
-        tile=(128, 256),
-        operands=lambda m, n: (array(m, n, dtype=E4M3),),
-    ),
-    "heads": Case(lambda acc: ordered(saturated(halves_of_heads(acc))), (E4M3,), units=(1, 64)),
-    "slices": Case(
-        lambda acc: (ordered(acc[:, :96].astype(E4M3)), acc[:, 96:], jnp.max(acc)), (E4M3, BF16), units=(1, 16)
-    ),
-    "a batch": Case(both(saturated, ordered, ordered), (E4M3, E4M3), batch=2),
-    "maxima of a batch": Case(lambda acc: (saturated(acc), jnp.max(acc)), (E4M3,), units=(1, 16), batch=2),
-    "maximum alone": Case(jnp.max, (), units=(1, 8)),
-    "maximum of any columns": Case(lambda acc: (jnp.max(jnp.abs(acc)), acc), (F32,), units=(1, 4)),
-    "maximum of claimed tiles": Case(lambda acc: (acc, jnp.max(acc)), (BF16,), units=(1, 8), yields=True),
-    "three slots": Case(both(saturated, ordered, ordered), (E4M3, E4M3), options={"store_slots": 3, "box_n": 32}),
-    "one slot": Case(both(saturated, ordered, ordered), (E4M3, E4M3), options={"store_slots": 1, "box_n": 32}),
-    "columns in passes": Case(both(saturated, ordered, ordered), (E4M3, E4M3), options={"column_passes": 2}),
-}
-LEAST_ROWS = 128  # of a tile, lest a kernel for fewer is another
-LEAST_COLUMNS = {"heads": 128}  # two heads: the halves of one are those of all columns
-SLICED = "slices"  # whose N is part of the kernel
+from tests.store_cases import CASES, F32, sizes
 
 
 class Kernels(Library):
-    def __init__(self, folder, names, replacements=()):
-        kernels = {name: CASES[name].kernel(*sizes(name, 20, 20))[1] for name in names}
+    def __init__(self, folder, names, replacements=(), *, n=None):
+        kernels = {name: CASES[name].kernel(*((n, n) if n else sizes(name, 20, 20)))[1] for name in names}
         super().__init__(folder, kernels, replacements)
-
-
-def sizes(name, m, n):
-    """M and N of a case that are near these numbers of 16 rows and columns."""
-    (unit_m, unit_n), has_slices = CASES[name].units, name == SLICED
-    m = max(LEAST_ROWS, 16 * m + (5 if unit_m == 1 else 8 if unit_m == 8 else 0))
-    n = -(-(16 * n + (4 if unit_n == 4 else 8 if unit_n == 8 else 0)) // unit_n) * unit_n
-    return m, 336 if has_slices else max(n, LEAST_COLUMNS.get(name, 0))
 
 
 def pieces_of(case, spec, call, m, n, blocks):
@@ -191,12 +33,16 @@ def pieces_of(case, spec, call, m, n, blocks):
     shares = f"consumer_m = {case.tile[0] // CONSUMERS}," in call.source
     numbers = [itertools.count() for _ in range(blocks)]
     found, block = [], itertools.cycle(range(blocks))
-    for batch, index_m in itertools.product(range(case.batch or 1), range(-(-m // case.tile[0]))):
+    rows = -(-m // case.square) * case.square if case.symmetric else m
+    for batch, index_m in itertools.product(range(case.batch or 1), range(-(-rows // case.tile[0]))):
         index_n = itertools.count()
         for section, (begin, end) in enumerate(spec.program.sections):
             for column in range(begin, end or of_half, columns):
+                row = index_m * case.tile[0]
+                if case.symmetric and column // case.square > row // case.square:
+                    continue
                 of = next(block)
-                place, row = (column, end or of_half, section, batch), index_m * case.tile[0]
+                place = column, end or of_half, section, batch
                 indices = index_m, next(index_n), True
                 if shares:
                     for consumer in range(CONSUMERS):
@@ -217,8 +63,19 @@ def values(rng, shape, *, has_extremes):
     return np.where(rng.random(shape) < 0.02 * has_extremes, extremes, x).astype(np.float32)
 
 
+def mirrored(x, case):
+    """An array ([batch,] N, N) with what is in squares below the diagonal above it too; others as they are."""
+    if not case.symmetric or x.ndim < 2:
+        return x
+    square = np.arange(x.shape[-1]) // case.square
+    return np.where(square[:, None] >= square, x, np.swapaxes(x, -1, -2))
+
+
 def check(library, name, m, n, *, seed=0, blocks=2, has_extremes=False, **options):
-    """Checks that results are those of XLA's form, bit for bit, but for the signs of NaN and of zero maxima."""
+    """Checks that results are those of XLA's form, bit for bit, but for the signs of NaN and of zero maxima.
+
+    Of symmetric results the kernel has other numbers above the diagonal, which it may not look at.
+    """
     case = CASES[name]
     spec, made = case.kernel(m, n)
     rng = np.random.default_rng(seed)
@@ -228,6 +85,7 @@ def check(library, name, m, n, *, seed=0, blocks=2, has_extremes=False, **option
         for type_ in case.operands(m, n)
     ]
     found = library.store(name, made, pieces_of(case, spec, made.call, m, n, blocks), acc, operands, **options)
+    acc, operands = mirrored(acc, case), [mirrored(x, case) for x in operands]
     each = [expected_of(spec.program, one, operands) for one in (acc if case.batch else [acc])]
     stores, maxima = ([np.stack(of) for of in zip(*part, strict=True)] for part in zip(*each, strict=True))
     if case.batch is None:
@@ -260,7 +118,10 @@ def seed_of(*of):
     return zlib.crc32(repr(of).encode())
 
 
-SOME = ("both copies", "copies in natural order", "16 bits", "gate", "back through a gate", "maximum of any columns")
+SOME = (
+    *("both copies", "copies in natural order", "16 bits", "gate", "back through a gate", "maximum of any columns"),
+    *("symmetric, with operands", "symmetric, three slots"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +171,14 @@ def check_edges(library, name):
                 stores_early=early,
                 warp_first=3 * early,
             )
+
+
+@pytest.mark.parametrize("n", [8, 16, 48])
+def test_symmetric_results_of_less_than_a_tile(tmp_path, n):
+    names = [name for name in CASES if CASES[name].symmetric and n % CASES[name].units[0] == 0][:: 1 if n == 8 else 3]
+    library = Kernels(tmp_path / "stores", names, n=n)
+    for name, early in itertools.product(names, (False, True)):
+        check(library, name, n, n, seed=n, blocks=1, stores_early=early, has_extremes=early)
 
 
 @pytest.mark.slow
@@ -379,8 +248,31 @@ FAULTS = {
         "bytes_of(store.dtype) == 4) return 2;",
         "bytes_of(store.dtype) == 4) return 1;",
     ),
+    "transposed on the diagonal": ("symmetric", "if (is_sent(tile)) {", "if (true) {"),
+    "not transposed below the diagonal": ("symmetric", "if (is_sent(tile)) {", "if (false) {"),
+    "a diagonal of single tiles": (
+        "symmetric, in clusters",
+        "Triangle<Config::tile_m * Config::cluster_m, Config::tile_n>::",
+        "Triangle<Config::tile_m, Config::tile_n>::",
+    ),
+    "no empty group": (
+        "symmetric, three slots",
+        "ptx::tma_store_commit();  // also of nothing",
+        "if (is_sent(tile)) ptx::tma_store_commit();  //",
+    ),
+    "no wait of two slots": ("symmetric, two slots", "Layout::transposed_slots - 2 : 0;", "1 : 1;"),
+    "no wait of one slot": (
+        "symmetric, one slot",
+        "if (is_sender()) ptx::tma_store_wait_read<0>();\n      sync();",
+        "sync();",
+    ),
+    "a tile's place": (
+        "symmetric, of few rows",
+        "tile.row + i * rows, access.half, tile.column + box * Layout::box_n, tile.batch",
+        "tile.column + i * rows, access.half, tile.row + box * Layout::box_n, tile.batch",
+    ),
 }
-QUICK = {"no swizzle of bytes", "permuted words", "no barrier", "columns beyond the end"}
+QUICK = {"no swizzle of bytes", "permuted words", "no barrier", "columns beyond the end", "no empty group"}
 
 
 @pytest.mark.parametrize(
