@@ -144,16 +144,14 @@ struct Scheduler {
 
   __device__ __forceinline__ Scheduler(int m, int n, int k, int k_blocks, int batch) : n(n), k_blocks(k_blocks) {
     clusters_m = ((m + tile_m - 1) / tile_m + cluster_m - 1) / cluster_m;
-    int tiles_n = tiles_along_n<columns, Epilogue>(n);
-    if constexpr (Epilogue::symmetric) {
-      clusters_m = Computed::rectangle_clusters_m(n);
-      tiles_n = Computed::rectangle_tiles_n(n);
-    }
+    if constexpr (Epilogue::symmetric) clusters_m = Computed::rectangle_clusters_m(n);
     int rows = 2;
 #pragma unroll
     for (int more = rows + 1; more <= max_band; ++more)
       rows += k <= panel_bytes / (tile_m * cluster_m * bytes_of(input)) / more;
     band = Divisor(min(rows, clusters_m));
+    int tiles_n = tiles_along_n<columns, Epilogue>(n);
+    if constexpr (Epilogue::symmetric) tiles_n = Computed::rectangle_tiles_n(n);
     per_band = Divisor(band.value * tiles_n);
     per_batch = Divisor(clusters_m * tiles_n);
     const int total = per_batch.value * batch;

@@ -67,6 +67,8 @@ def _products() -> Iterator[tuple[str, Case]]:
                 options = {"dtype": dtype, "transpose_a": transpose_a, "transpose_b": transpose_b}
                 yield f"residual_sumsq {layout}", _product(EPILOGUES["residual_sumsq"], 264, 400, 136, **options)
     yield from _of_8_bits()
+    if hasattr(coda, "symmetric_gemm"):  # which earlier commits have not
+        yield from _symmetric()
     for name in ("bias_gelu", "every_vector", "rotary_qkv", "parts"):
         epilogue = EPILOGUES[name]
         yield f"{name} batched", _batched(epilogue, 3, 264, epilogue.columns(384), 136)
@@ -87,6 +89,23 @@ def _of_8_bits() -> Iterator[tuple[str, Case]]:
         case = _product(EPILOGUES[name], m, EPILOGUES[name].columns(n), k, dtype=of_a, dtype_of_b=of_b)
         every = name == "bias_gelu"
         yield f"{name} {m}x{n}x{k} float8 {dtypes}", dataclasses.replace(case, every_tile=every, is_small=is_small)
+
+
+def _symmetric() -> Iterator[tuple[str, Case]]:
+    """x x^T, x^T x with two results, and a batch of polynomials of a symmetric matrix."""
+
+    def transposed(x: jax.Array) -> Any:
+        return coda.symmetric_gemm(x, x, transpose_a=True, epilogue=lambda acc: (acc, jnp.tanh(acc)))
+
+    def polynomial(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return coda.symmetric_gemm(x, x, x, scale, epilogue=lambda acc, x, scale: scale * acc - x)
+
+    gram = functools.partial(coda.symmetric_gemm, transpose_b=True)
+    x = array((2048, 8192))
+    yield "symmetric 2048x8192", Case(gram, (x, x), every_tile=True, is_small=True)
+    yield "symmetric, transposed, float16", Case(transposed, (array((1024, 520), jnp.float16),), is_small=True)
+    arguments = (array((16, 1032, 1032)), array((16,), jnp.float32))
+    yield "symmetric, polynomial, batched", Case(jax.vmap(polynomial), arguments, is_small=True)
 
 
 def _product(
