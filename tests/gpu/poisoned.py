@@ -24,6 +24,7 @@ def poisoned_call(
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    symmetric: bool = False,
     config: GemmConfig | None = None,
     yields: bool = False,
     rewrite: Callable[[str], str] = lambda source: source,
@@ -31,6 +32,7 @@ def poisoned_call(
     """A function that runs the program's kernel on fresh outputs full of NaN: stores, then partial reductions.
 
     Args:
+      symmetric: as of `coda.symmetric_gemm`.
       yields: as in a program of several devices.
       rewrite: applied to the kernel's whole source, headers inlined; for planting faults.
     """
@@ -38,7 +40,10 @@ def poisoned_call(
     n = b.shape[0] if transpose_b else b.shape[1]
     epilogue, captured = trace(program.epilogue, jax.ShapeDtypeStruct((m, n), jnp.float32), operands)
     assert not captured
-    spec = spec_of(program, epilogue, transpose_a=transpose_a, transpose_b=transpose_b)
+    if symmetric:
+        epilogue = epilogue.symmetric()
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "symmetric": symmetric}
+    spec = spec_of(program, epilogue, **options)
     return poisoned(spec, (a, b, *operands), config=config, yields=yields, rewrite=rewrite)
 
 

@@ -11,6 +11,7 @@ from benchmarks.lab import operators
 from benchmarks.programs import PROGRAMS
 from coda_jax.attend import kernel as attention_kernel
 from coda_jax.lowering import cuda, kernel
+from coda_jax.tiles.config import TILES
 from tests import block_cases
 from tests.gpu import test_blocks, test_fp8_results
 from tests.gpu.poisoned import inline_headers
@@ -63,6 +64,19 @@ def run_groups(config: coda.GemmConfig | None = None, about: str = "") -> None:
 def _biased(acc: jax.Array, bias: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     y = jax.nn.gelu(acc + bias) * scale
     return y, jnp.sum(y * y, axis=1)
+
+
+def run_symmetric(n: int, k: int, config: coda.GemmConfig | None = None, about: str = "") -> None:
+    """A batch of two symmetric products: one result, and two with an operand."""
+    xs = jax.random.normal(jax.random.key(0), (2, n, k)).astype(jnp.bfloat16)
+
+    def results(x: jax.Array) -> Any:
+        product = functools.partial(coda.symmetric_gemm, implementation="cuda", config=config)
+        gram = product(x, x, transpose_b=True)
+        return gram, product(gram, gram, gram, epilogue=lambda acc, gram: (acc - gram, acc.astype(jnp.float16)))
+
+    jax.block_until_ready(jax.jit(jax.vmap(results))(xs))
+    print("symmetric", f"{about}ran", flush=True)
 
 
 def run_fp8(name: str, dtype: str, k: int, config: coda.GemmConfig | None = None, about: str = "") -> None:
@@ -154,6 +168,13 @@ def main() -> None:
         run_fp8(name, "float8_e5m2", 1296, coda.GemmConfig(promote=512), "promoted ")
     for tile_m, tile_n, cluster_m in ((128, 128, 2), (128, 192, 2), (128, 256, 2), (64, 256, 1)):
         run_groups(coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m), f"in {tile_m} x {tile_n} ")
+    for tile_m, tile_n in TILES:
+        for cluster_m in (1, 2):
+            tile = {"tile_m": tile_m, "tile_n": tile_n, "cluster_m": cluster_m}
+            run_symmetric(520, 136, coda.GemmConfig(**tile), f"in {tile_m} x {tile_n} ")
+    for slots in (1, 3):
+        run_symmetric(520, 136, coda.GemmConfig(store_slots=slots, box_n=32), f"with {slots} slots ")
+    run_symmetric(264, 2056, coda.GemmConfig(split_k=True), "with split-K ")
     for transpose_a, transpose_b in ((False, True), (False, False), (True, False)):
         for name in PROGRAMS:
             run(name, 264, 400, 136, transpose_a=transpose_a, transpose_b=transpose_b)
@@ -171,6 +192,9 @@ def main() -> None:
         for tile_n in (128, 256):
             claiming = coda.GemmConfig(tile_m=128, tile_n=tile_n, split_k=False)
             run(name, 2056, 3280 * tile_n // 128, 64, config=claiming, about="claiming its tiles ")
+    for tile_n in (128, 256):
+        claiming = coda.GemmConfig(tile_m=128, tile_n=tile_n, split_k=False)
+        run_symmetric(2056 * tile_n // 128, 64, claiming, "claiming its tiles ")
 
 
 if __name__ == "__main__":

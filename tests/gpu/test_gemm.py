@@ -50,7 +50,7 @@ def _plain(epilogue, transpose_a=False, transpose_b=False):
     return function
 
 
-def _compare(fused, plain, a, b, operands):
+def compare(fused, plain, a, b, operands):
     """fused(a, b, *operands) against plain in float64, by the tolerance of plain in the arguments' own dtypes."""
     out = jax.jit(fused)(a, b, *operands)
     reference = _reference(plain, a, b, *operands)
@@ -74,7 +74,7 @@ def test_layouts_and_sizes(transpose_a, transpose_b, dtype):
     fused = functools.partial(coda.gemm, transpose_a=transpose_a, transpose_b=transpose_b, implementation="cuda")
     for m, n, k in sizes:
         a, b = _matrices(m, n, k, dtype, transpose_a, transpose_b)
-        _compare(fused, _plain(None, transpose_a, transpose_b), a, b, ())
+        compare(fused, _plain(None, transpose_a, transpose_b), a, b, ())
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
@@ -82,7 +82,7 @@ def test_output_dtypes(out_dtype):
     a, b = _matrices(264, 392, 200, jnp.bfloat16)
     fused = functools.partial(coda.gemm, out_dtype=out_dtype, implementation="cuda")
     assert jax.eval_shape(fused, a, b).dtype == out_dtype
-    _compare(fused, lambda a, b: (a @ b).astype(out_dtype), a, b, ())
+    compare(fused, lambda a, b: (a @ b).astype(out_dtype), a, b, ())
 
 
 # Below, at and above the edges of tiles, and of halves: N / 2 = 8, 72, 168, 200.
@@ -103,7 +103,7 @@ def test_programs_at_tile_edges(name):
         types = jax.tree.leaves(jax.eval_shape(fused, a, b, *operands))
         for type_, dtype in zip(types, jax.tree.leaves(asked, is_leaf=lambda x: x is None), strict=True):
             assert type_.dtype == (dtype or jnp.float32)
-        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, operands)
+        compare(fused, _plain(program.epilogue, transpose_b=True), a, b, operands)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_row_reductions_of_any_number_of_columns(epilogue):
     fused = functools.partial(coda.gemm, epilogue=epilogue, transpose_b=True, implementation="cuda")
     for m, n, k in [(129, 131, 72), (64, 1, 64), (257, 262, 136), (120, 516, 40)]:
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
-        _compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
+        compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
 
 
 def test_row_sums_beside_float32_rows_of_any_four_columns():
@@ -125,7 +125,7 @@ def test_row_sums_beside_float32_rows_of_any_four_columns():
     )
     for m, n, k in [(129, 132, 72), (65, 4, 64), (120, 516, 40)]:
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
-        _compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
+        compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
 
 
 @pytest.mark.parametrize("tile", TILES[1:], ids=str)
@@ -151,7 +151,7 @@ def test_every_tile(name, tile):
             coda.gemm, epilogue=program.epilogue, transpose_b=True, implementation="cuda", config=config
         )
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
-        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+        compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
 @pytest.mark.parametrize("transpose_a", [False, True])
@@ -168,7 +168,7 @@ def test_few_rows(name, tile, transpose_a):
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_a, transpose_b=True)
         operands = jax.block_until_ready(program.operands(m, n))
         jax.block_until_ready(product(nan, nan, config=coda.GemmConfig(tile_m=128, tile_n=256)))
-        _compare(fused, _plain(program.epilogue, transpose_a, True), a, b, operands)
+        compare(fused, _plain(program.epilogue, transpose_a, True), a, b, operands)
 
 
 @pytest.mark.parametrize("name", ["qk_norm_rotary", "qk_norm_rotary_64", "rotary_repeated", "rotary_neighbours"])
@@ -181,7 +181,7 @@ def test_heads_in_a_tile_that_two_warpgroups_share(name):
     for m, n, k in [(129, 400, 72), (6, 128, 64), (1026, 1536, 136)]:
         n = program.columns(n)
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
-        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+        compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_column_passes(name, config):
     for m, n, k in PARTS[:3] if config.split_k else EDGES[:4]:
         n = program.columns(n)
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
-        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+        compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
 def test_erfc_is_as_exact_as_its_comment_says():
@@ -239,7 +239,7 @@ def test_split_k(name, tile):
     for m, n, k in PARTS:
         n = program.columns(n)
         a, b = _matrices(m, n, k, jnp.bfloat16, transpose_b=True)
-        _compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
+        compare(fused, _plain(program.epilogue, transpose_b=True), a, b, program.operands(m, n))
 
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
@@ -273,7 +273,7 @@ def test_gradients(name, residuals):
     fused = functools.partial(
         coda.gemm, epilogue=program.epilogue, out_dtype=asked, residuals=residuals, implementation="cuda"
     )
-    _compare(gradient(fused), gradient(rounded), a, b, operands)
+    compare(gradient(fused), gradient(rounded), a, b, operands)
 
 
 def test_vmap_with_shared_and_with_batched_b():
@@ -289,7 +289,7 @@ def test_vmap_with_shared_and_with_batched_b():
         def mapped(function, axis=axis):
             return jax.vmap(function, in_axes=(0, axis, 0))
 
-        _compare(mapped(fused), mapped(_plain(program.epilogue)), a, b_argument, (x,))
+        compare(mapped(fused), mapped(_plain(program.epilogue)), a, b_argument, (x,))
         one_by_one = [jax.jit(fused)(a[i], b_argument if axis is None else b_argument[i], x[i]) for i in range(batch)]
         together = jax.jit(mapped(fused))(a, b_argument, x)
         for got, want in zip(together, map(jnp.stack, zip(*one_by_one, strict=True)), strict=True):
@@ -305,7 +305,7 @@ def test_vmap_over_an_operand_alone():
     def mapped(function):
         return jax.vmap(function, in_axes=(None, None, 0))
 
-    _compare(mapped(fused), mapped(_plain(PROGRAMS["residual_sumsq"].epilogue)), a, b, (x,))
+    compare(mapped(fused), mapped(_plain(PROGRAMS["residual_sumsq"].epilogue)), a, b, (x,))
 
 
 @pytest.mark.parametrize("config", [None, coda.GemmConfig(tile_m=128, tile_n=256)], ids=["chosen", "cooperative"])
@@ -320,7 +320,7 @@ def test_column_reductions_and_row_vectors_under_vmap(config):
     def mapped(function):
         return jax.vmap(function, in_axes=(0, None, 0))
 
-    _compare(mapped(fused), mapped(_plain(program.epilogue)), a, b, (bias,))
+    compare(mapped(fused), mapped(_plain(program.epilogue)), a, b, (bias,))
 
 
 def test_accumulation_in_a_scan_makes_no_copy():
