@@ -98,18 +98,31 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
     if not pairs or len(sums_a) == a.aval.ndim or len(sums_b) == b.aval.ndim:
         return "a factor is a vector, or nothing is summed over"
     count = len(pairs)
-    if sums_a == _last(a, count):
-        if sums_b == list(range(count)):
-            return Dot(a, b, a.aval.ndim - count, count, False, False)
-        if sums_b == _last(b, count):
-            return Dot(a, b, a.aval.ndim - count, b.aval.ndim - count, False, True)
+    transposed = transposed_factors((sums_a, sums_b), (a.aval.ndim, b.aval.ndim))
+    if transposed is not None:
+        rows_a = count if transposed[0] else a.aval.ndim - count
+        rows_b = b.aval.ndim - count if transposed[1] else count
+        return Dot(a, b, rows_a, rows_b, *transposed)
+    if sums_a == _last(a.aval.ndim, count):
         others = [axis for axis in range(b.aval.ndim) if axis not in sums_b]
         return Dot(a, b, a.aval.ndim - count, count, False, False, (*sums_b, *others))
-    if sums_a == list(range(count)) and sums_b == sums_a:
-        return Dot(a, b, count, count, True, False)
-    is_of_b = sums_a == list(range(count)) and sums_b != _last(b, count)
+    is_of_b = sums_a == list(range(count)) and sums_b != _last(b.aval.ndim, count)
     of, sums = (b, sums_b) if is_of_b else (a, sums_a)
     return f"it sums over axes {tuple(sums)} of {of.aval.str_short()}, which are not its last"
+
+
+def transposed_factors(sums: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[bool, bool] | None:
+    """Which factors of a product of matrices are transposed; None for one whose axes lie otherwise.
+
+    Args:
+      sums: the axes of both factors that are summed over.
+      ranks: how many axes these have.
+    """
+    pairs = sorted(zip(*sums, strict=True))
+    (of_a, of_b), first = ([pair[i] for pair in pairs] for i in (0, 1)), list(range(len(pairs)))
+    if of_a == _last(ranks[0], len(pairs)) and of_b in (first, _last(ranks[1], len(pairs))):
+        return False, of_b != first
+    return (True, False) if of_a == of_b == first else None
 
 
 def convolution_flops(equation: Equation, kernel: Sequence[Any], out: Sequence[Any]) -> Any:
@@ -128,8 +141,8 @@ def is_derivative(jaxpr: core.Jaxpr) -> bool:
     return any((dot.a, m, n) in products or (dot.b, n, m) in products for dot, m, n in gradients)
 
 
-def _last(x: Any, count: int) -> list[int]:
-    return list(range(x.aval.ndim - count, x.aval.ndim))
+def _last(rank: int, count: int) -> list[int]:
+    return list(range(rank - count, rank))
 
 
 def _is_precise(precision: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,15 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.fusion.dots import Dot, Equation, dot_of, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, transposed_factors, variables
 from coda_jax.fusion.rows import REDUCTIONS, results_of_dots
 from coda_jax.fusion.straight import at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import evaluate
 
+# An array, the axes of it that are summed over, and where its other axes stand among these in the array.
+_Factor = tuple[Any, Sequence[int], Sequence[int]]
 _View = tuple[jax.Array, tuple[int, ...], jax.Array]  # an array, the order of its axes in its transpose, the transpose
 
 
@@ -30,10 +33,11 @@ def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     for. Here the activation is first, and its result is transposed behind the slices, casts and elementwise operations
     that read it; not at all where these put its axes back. A factor that is made of products and transposed so that
     its rows come last, as in the derivative, is transposed so that they come first. What einsum has as a product with
-    batch axes and is none of matrices, as a scale, "btd,d->btd", or its gradient, is a multiplication, and a sum.
+    batch axes and is none of matrices, as a scale, "btd,d->btd", or its gradient, is a multiplication, and a sum. A
+    factor that the function transposes, as in x @ w.T, is read as it lies.
     """
     orders = _Orders(closed.jaxpr)
-    if not (orders.swapped or orders.turned or orders.multiplied):
+    if not (orders.swapped or orders.turned or orders.multiplied or orders.straightened):
         return closed
     made = jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()))(*closed.in_avals)
     needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
@@ -47,18 +51,24 @@ class _Orders:
       swapped: the products whose factors are exchanged, by the variable that they are.
       turned: the factors whose axes behind come first, and how many axes stand in front of these.
       multiplied: the number of the factor that has all axes, of each product that is a multiplication.
+      straightened: the products of matrices, by the variables that they are, with factors that are transposed.
     """
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.swapped: set[Any] = set()
         self.turned: dict[Any, int] = {}
         self.multiplied: dict[Any, int] = {}
+        self.straightened: set[Any] = set()
         self._turned: dict[Any, jax.Array] = {}  # the arrays of these factors
         self._views: dict[int, _View] = {}  # by the transpose
         self._numbers: dict[int, tuple[Any, jax.Array]] = {}  # by the arrays that are one number everywhere
         self._transposes: dict[int, _View] = {}  # the function's own, which are no views
         self._others: dict[tuple[int, Sequence[int]], tuple[jax.Array, jax.Array]] = {}  # arrays, transposed
-        results, _ = results_of_dots(jaxpr)
+        self._read = {x for equation in jaxpr.eqns for x in variables(equation.invars)}
+        results, absorbed = results_of_dots(jaxpr)
+        self._absorbed = {x for i in absorbed for x in jaxpr.eqns[i].outvars}
+        self._read_swapped: set[Any] = set()  # the products of which such a transpose is a part
+        self._needed: set[Any] = set()  # those of them without which the product is none of matrices
         made_of_products: set[Any] = set()
         transposes: set[Any] = set()
         for i, equation in enumerate(jaxpr.eqns):
@@ -67,15 +77,22 @@ class _Orders:
                 self.multiplied[equation.outvars[0]] = whole
             elif i in results and results[i] is equation.outvars[0]:
                 self._note(equation, made_of_products, transposes)
+            elif i in results:
+                self._read_swapped |= set(equation.outvars)
+                self._needed |= set() if isinstance(dot_of(equation), Dot) else {results[i]}
             if i in results or not made_of_products.isdisjoint(variables(equation.invars)):
                 made_of_products |= set(equation.outvars)
             if equation.primitive.name == "transpose":
                 transposes |= set(equation.outvars)
 
     def _note(self, dot: Equation, made_of_products: set[Any], transposes: set[Any]) -> None:
-        """Adds a product to those that change, if it is no product of matrices as it stands."""
+        """Adds a product to those that change: one of a transposed factor, or none of matrices as it stands."""
         first = dot.invars[0]
-        if isinstance(first, core.Literal) or isinstance(dot_of(dot), Dot):
+        if isinstance(first, core.Literal):
+            return
+        if isinstance(dot_of(dot), Dot):
+            own = transposes.intersection(variables(dot.invars)) - self._absorbed
+            self.straightened |= set(dot.outvars) if own else set()
             return
         if first not in made_of_products:
             self.swapped |= set(dot.outvars) if isinstance(dot_of(dot, is_swapped=True), Dot) else set()
@@ -103,10 +120,9 @@ class _Orders:
         results = self._behind(equation, inputs)
         if results is not None:
             return results
-        results = bind(equation.primitive, inputs, equation.params)
         if name == "transpose":
-            self._transposes[id(results[0])] = inputs[0], equation.params["permutation"], results[0]
-        return results
+            return [self._own_transpose(equation, inputs[0])]
+        return bind(equation.primitive, inputs, equation.params)
 
     def _product(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
         """A dot_general, of the arrays that its factors are transposes of, where their axes lie well for it."""
@@ -117,7 +133,7 @@ class _Orders:
         if batch[0]:
             (result,) = bind(equation.primitive, inputs, params)
             return result
-        factors = [self._factor(x, *one) for x, *one in zip(equation.invars, inputs, sums, strict=True)]
+        factors = self._factors(equation, inputs)
         is_swapped, precision = equation.outvars[0] in self.swapped, params["precision"]
         turn = -1 if is_swapped else 1
         arrays, sums, rests = (list(each)[::turn] for each in zip(*factors, strict=True))
@@ -153,14 +169,43 @@ class _Orders:
                 return known[id(array)][:2]
         return array, range(array.ndim)
 
-    def _factor(self, x: Any, array: Any, sums: Sequence[int]) -> tuple[Any, Sequence[int], Sequence[int]]:
-        """A factor, the axes of it that are summed over, and where its other axes stand among these in the array."""
+    def _factors(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[_Factor]:
+        """The factors of a product, as they lie where they are transposes and that is a product of matrices."""
+        sums, (out,) = equation.params["dimension_numbers"][0], equation.outvars
+        each = [self._ways(x, *one) for x, *one in zip(equation.invars, inputs, sums, strict=True)]
+        lying = [ways[0] for ways in each]
+        if out in self.swapped or not isinstance(dot_of(equation), Dot):
+            return lying
+        every = itertools.product(*each)
+        return next((factors for factors in every if self._is_better(equation, inputs, factors)), lying)
+
+    def _is_better(self, equation: Equation, inputs: Sequence[Any], factors: Sequence[_Factor]) -> bool:
+        """Whether these factors make a product of matrices, and cost nothing elsewhere; true of those as they stand.
+
+        What the function itself transposes stays transposed where the result would have to be instead; where a product
+        that is read would sum over rows, as that has no epilogue; and where it is a product of swapped factors itself.
+        """
+        (out,), (arrays, sums, rests) = equation.outvars, zip(*factors, strict=True)
+        ranks = [np.ndim(x) for x in arrays]
+        transposed = transposed_factors(sums, ranks)
+        of_a, of_b = (id(x) in self._transposes and x is not array for x, array in zip(inputs, arrays, strict=True))
+        if transposed is None or (of_a and transposed[0] and out in self._read):
+            return False
+        if out in self._read_swapped and (of_a or of_b) and transposed_factors(sums[::-1], ranks[::-1]) is None:
+            return False
+        if any(flag and x in self._absorbed for x, flag in zip(equation.invars, (of_a, of_b), strict=True)):
+            return False
+        return all(list(rest) == sorted(rest) for rest, flag in zip(rests, (of_a, of_b), strict=True) if flag)
+
+    def _ways(self, x: Any, array: Any, sums: Sequence[int]) -> list[_Factor]:
+        """A factor as it lies in the arrays that it is a transpose of, where it lies well, and then as it is."""
+        found: list[_Factor] = []
         for base, order in self._sources(x, array):
             own = tuple(order[axis] for axis in sums)
             rest = [axis for j, axis in enumerate(order) if j not in sums]
             if sorted(own) in (list(range(len(own))), list(range(len(rest), base.ndim))):
-                return base, own, [sorted(rest).index(axis) for axis in rest]
-        return array, tuple(sums), range(np.ndim(array) - len(sums))
+                found.append((base, own, [sorted(rest).index(axis) for axis in rest]))
+        return [*found, (array, tuple(sums), range(np.ndim(array) - len(sums)))]
 
     def _sources(self, x: Any, array: jax.Array) -> list[tuple[jax.Array, Sequence[int]]]:
         """The arrays that a factor is a transpose of, each with the order of its axes in it."""
@@ -180,6 +225,18 @@ class _Orders:
         view = lax.transpose(x, order)
         self._views[id(view)] = x, tuple(order), view
         return view
+
+    def _own_transpose(self, equation: Equation, x: jax.Array) -> jax.Array:
+        """A transpose of the function's; of another one that no product needs, one of what that is of."""
+        base, order = x, tuple(range(x.ndim))
+        if equation.invars[0] not in self._needed:
+            base, order, _ = self._transposes.get(id(x), (base, order, x))
+        order = tuple(order[axis] for axis in equation.params["permutation"])
+        if order == tuple(range(x.ndim)):
+            return base
+        result = lax.transpose(base, order)
+        self._transposes[id(result)] = base, order, result
+        return result
 
     def _transposed(self, x: jax.Array, permutation: Sequence[int]) -> jax.Array:
         """A transpose; of a view, one of what that is of."""
