@@ -205,3 +205,51 @@ def test_a_layer_norm_that_is_a_pass_in_a_block_has_advice(norm, door):
         (one,) = found
         assert one.about.startswith("2 passes of XLA's") and "test_explain_advice.py:" in one.why
         assert "An RMSNorm that products alone read is applied behind them" in one.change
+
+
+def copies(f, *types, **options):
+    """What is copied and the change, of each advice on a transposed factor."""
+    found = coda.explain(f, *types, **{"device": "H100", **options}).advice
+    return [(one.why.split(",")[0], one.change.split(",")[0]) for one in found if "transposed copy" in one.why]
+
+
+def test_transposed_copies_of_factors():
+    """Of those that a flag of the product would read as they lie."""
+    x, w = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+    b = f"its b is a transposed copy of {2 * 8192 * 2048} bytes"
+    a = f"its a is a transposed copy of {2 * 4096 * 2048} bytes"
+    assert copies(lambda x, w: coda.gemm(x, w.T), x, w) == [(b, "Pass transpose_b=True")]
+    assert copies(lambda x, w: coda.gemm(x, jnp.swapaxes(w, 0, 1), epilogue=jnp.tanh), x, w) == [
+        (b, "Pass transpose_b=True")
+    ]
+    assert copies(jax.jit(lambda x: coda.gemm(x.T, x)), x) == [(a, "Pass transpose_a=True")]
+    gram = copies(lambda x: coda.symmetric_gemm(x, x.T), x)
+    assert gram == [(a.replace("its a", "its b"), "Pass transpose_b=True")]
+    turned = jax.ShapeDtypeStruct((2048, 8192), jnp.bfloat16)
+    assert copies(lambda x, w: coda.gemm(x, w.T, transpose_b=True), x, turned) == [(b, "Leave out transpose_b")]
+    batch = jax.ShapeDtypeStruct((4, 4096, 2048), jnp.bfloat16)
+    of_batch = copies(jax.vmap(lambda x: coda.gemm(x, x.T)), batch)
+    assert of_batch == [(f"its b is a transposed copy of {4 * 2 * 4096 * 2048} bytes", "Pass transpose_b=True")]
+
+
+def test_copies_that_no_flag_avoids_have_no_advice():
+    """None is transposed; another transpose; XLA's form, which reads them as they lie; the library's own copies."""
+    x, w = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+    cube = jax.ShapeDtypeStruct((64, 2048, 128), jnp.bfloat16)
+    for f, types in (
+        (lambda x, w: coda.gemm(x, w, transpose_b=True), (x, w)),
+        (lambda x, w: coda.gemm(x, w.transpose(1, 0, 2).reshape(2048, -1)), (x, cube)),
+        (lambda x, w: coda.gemm(x, w.T, implementation="xla"), (x, w)),
+        (coda.fuse(lambda x, y: jnp.tanh(x.T @ y)), (x, x)),
+    ):
+        assert not copies(f, *types)
+    assert not copies(lambda x, w: coda.gemm(x, w.T), x, w, device=None, platform="cpu")
+
+
+def test_a_gradient_has_the_advice_of_its_forward_product_alone():
+    x, w = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
+
+    def loss(x, w):
+        return jnp.sum(coda.gemm(x, w.T, epilogue=jnp.tanh).astype(jnp.float32))
+
+    assert [change for _, change in copies(jax.grad(loss, (0, 1)), x, w)] == ["Pass transpose_b=True"]

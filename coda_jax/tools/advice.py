@@ -12,6 +12,7 @@ from jax.extend import core
 
 from coda_jax.epilogue import Axis
 from coda_jax.epilogue.dtypes import FACTORS, is_of_8_bits
+from coda_jax.jaxprs.graph import Array, Graph
 from coda_jax.jaxprs.source_lines import called_directly
 from coda_jax.lowering.addressing import unaligned_rows
 from coda_jax.lowering.launch import folds
@@ -64,6 +65,7 @@ class Calls:
     def __init__(self, jaxpr: core.Jaxpr) -> None:
         self._called_directly = called_directly(jaxpr, PRIMITIVES)
         self._direct: set[Product] = set()
+        self._direct_kernels: dict[int, Product] = {}  # by the equation's id
         self._weight_share: dict[Product, float] = {}
         self._readers: dict[Any, list[Product]] = collections.defaultdict(list)
         self._sum_rows: set[Product] = set()
@@ -75,6 +77,8 @@ class Calls:
         factors = self._called_directly.pop(id(equation), [])  # once, even if the jaxpr is called several times
         if factors:
             self._direct.add(product)
+            if product.reason is None:
+                self._direct_kernels[id(equation)] = product
         if not spec.transpose_a and not spec.transpose_b:
             for factor in factors:
                 self._readers[factor].append(product)
@@ -91,6 +95,26 @@ class Calls:
     def is_direct(self, product: Product) -> bool:
         """Whether the program itself calls it, not a block, so that the program chooses its operands and outputs."""
         return product in self._direct
+
+    def transposed_copies(self, graphs: Iterable[Graph]) -> dict[tuple[Product, str, str, int], int]:
+        """The kernels' factors that the program transposes first, and how often: product, factor, change and bytes.
+
+        Left out are the backward pass's, whose factors are the forward pass's, and those of 8 bits, which lie one way.
+        """
+        found: collections.Counter[tuple[Product, str, str, int]] = collections.Counter()
+        for graph in graphs:
+            for one in graph.operations:
+                product = None if one.is_backward else self._direct_kernels.get(id(one.equation))
+                if product is None:
+                    continue
+                spec: GemmSpec = one.equation.params["spec"]
+                factors = (("a", spec.transpose_a), ("b", spec.transpose_b))
+                for (name, flag), batched, array in zip(factors, spec.batched, one.inputs, strict=False):
+                    may_change = not (is_of_8_bits(array.dtype) or (name == "a" and spec.ragged))
+                    if may_change and array.bytes and _is_transposed_matrix(array, batched):
+                        change = f"Leave out transpose_{name}" if flag else f"Pass transpose_{name}=True"
+                        found[product, name, change, array.bytes] += graph.times
+        return found
 
     def sums_rows(self, product: Product) -> bool:
         """Whether a is transposed, as for a weight's gradient: more rows make no result larger."""
@@ -114,18 +138,40 @@ def advise(
     products: Mapping[Product, int],
     calls: Calls,
     between: Mapping[Unfused, int],
+    graphs: Iterable[Graph],
     notes: Mapping[str, int],
     remedies: Mapping[str, str],
     device: str | None,
 ) -> tuple[Advice, ...]:
-    """All advice: fallbacks first, then notes, passes that blocks would fuse, and products that gain nothing."""
+    """All advice: fallbacks first, then notes, copies of factors, passes that blocks would fuse, and products that gain
+    nothing.
+    """
     passes = _pass_advice(between) if device is not None else ()
     return (
         *_fallback_advice(products),
         *_note_advice(notes, remedies),
+        *_copy_advice(calls, graphs),
         *passes,
         *_small_product_advice(products, calls, device),
     )
+
+
+def _copy_advice(calls: Calls, graphs: Iterable[Graph]) -> Iterator[Advice]:
+    for (product, name, change, bytes_), count in calls.transposed_copies(graphs).items():
+        yield Advice(
+            _named([(product, count)]),
+            f"its {name} is a transposed copy of {bytes_} bytes, which XLA makes first",
+            f"{change}, with {name} as it lies before: the kernel reads it so",
+        )
+
+
+def _is_transposed_matrix(array: Array, batched: bool) -> bool:
+    """Whether an array, a batch of matrices or one, is the transpose of each."""
+    if array.maker is None or array.maker.name != "transpose" or array.shape != array.maker.outputs[0].shape:
+        return False
+    rank = len(array.shape)
+    swapped = (*range(rank - 2), rank - 1, rank - 2)
+    return rank == 2 + batched and tuple(array.maker.equation.params["permutation"]) == swapped
 
 
 def _pass_advice(between: Mapping[Unfused, int]) -> Iterator[Advice]:

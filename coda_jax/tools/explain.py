@@ -305,7 +305,7 @@ def explained(
         passes=passes,
         attention=attention,
         kept=kept,
-        advice=advise(products, calls, between, notes, remedies, told),
+        advice=advise(products, calls, between, graphs, notes, remedies, told),
         num_devices=num_devices,
         blocks=dict(blocks),
         other_products=others,
