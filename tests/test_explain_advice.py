@@ -214,7 +214,7 @@ def copies(f, *types, **options):
 
 
 def test_transposed_copies_of_factors():
-    """Of those that a flag of the product would read as they lie."""
+    """The advice is about those that a flag of the product would read as they lie."""
     x, w = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16)
     b = f"its b is a transposed copy of {2 * 8192 * 2048} bytes"
     a = f"its a is a transposed copy of {2 * 4096 * 2048} bytes"

@@ -112,7 +112,7 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
 
 
 def transposed_factors(sums: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[bool, bool] | None:
-    """Which factors of a product of matrices are transposed; None for one whose axes lie otherwise.
+    """Says which factors of a product of matrices are transposed; None for one whose axes lie otherwise.
 
     Args:
       sums: the axes of both factors that are summed over.

@@ -110,7 +110,7 @@ def test_sizes(name, dtype, transposed):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_tile_has_the_same_bits(name, size):
-    """Those of the general product; but for vectors, whose factors have another order above the diagonal."""
+    """They are the general product's; but for vectors, whose factors have another order above the diagonal."""
     n, k = size
     x, others = factor(n, k), operands(name, n)
     config = GemmConfig(tile_m=128, tile_n=128, split_k=False)
@@ -146,7 +146,7 @@ def test_a_batch_has_the_bits_of_each(config):
 
 
 def test_powers_of_a_matrix():
-    """Of which the factors are symmetric and commute, and lie in any way."""
+    """Its factors are symmetric and commute, and lie in any way."""
     x = factor(520, 72)
     gram = jax.jit(symmetric("bare"))(x, x)
     for transposed in (False, True):
@@ -156,7 +156,7 @@ def test_powers_of_a_matrix():
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_results_of_8_bits(tile):
-    """Of small integers, whose sums are exact: those of XLA's form."""
+    """Sums of small integers are exact, so these are those of XLA's form."""
     n, k = 528, 144
     x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (n, k)), BF16)
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1])
@@ -176,7 +176,7 @@ def test_results_of_8_bits(tile):
 
 @pytest.mark.parametrize("residuals", ["preactivation", "recompute"])
 def test_gradients(residuals):
-    """Of a loss whose cotangents are not symmetric."""
+    """The cotangents of this loss are not symmetric."""
     n, k = 264, 136
     weights = jax.random.normal(jax.random.key(5), (n, n))
 
