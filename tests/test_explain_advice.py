@@ -208,7 +208,7 @@ def test_a_layer_norm_that_is_a_pass_in_a_block_has_advice(norm, door):
 
 
 def copies(f, *types, **options):
-    """What is copied and the change, of each advice on a transposed factor."""
+    """The copy and the change, of each advice on a transposed factor."""
     found = coda.explain(f, *types, **{"device": "H100", **options}).advice
     return [(one.why.split(",")[0], one.change.split(",")[0]) for one in found if "transposed copy" in one.why]
 

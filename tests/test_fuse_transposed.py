@@ -118,7 +118,7 @@ def test_a_weight_whose_columns_would_come_in_another_order_is_copied():
 
 
 def test_products_that_read_a_transpose_beside_others():
-    """What else reads the transpose has it."""
+    """Another reader of the transpose has it."""
 
     def loss(x, w):
         y = w.T

@@ -198,7 +198,7 @@ def test_tiles_of_the_triangle(library, kernel):
 
 
 def test_some_products_are_split_and_some_have_short_bands(library):
-    """Those of the test above: else it shows nothing of parts and of rectangles whose last band is shorter."""
+    """Else the test above shows nothing of parts, and of rectangles whose last band is shorter."""
     splits = [run(library, kernel, n)[1] > 0 for kernel in KERNELS if kernel[3] for n in sizes_of(kernel)]
     assert 0.2 < np.mean(splits) < 1
     rows = {(-(-n // side_of(of)) + 1) // 2 * side_of(of) // (of[0] * of[2]) for of in KERNELS for n in sizes_of(of)}
