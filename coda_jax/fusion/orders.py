@@ -37,7 +37,7 @@ def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     factor that the function transposes, as in x @ w.T, is read as it lies.
     """
     orders = _Orders(closed.jaxpr)
-    if not (orders.swapped or orders.turned or orders.multiplied or orders.straightened):
+    if not (orders.is_reordered or orders.straightened):
         return closed
     made = jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()))(*closed.in_avals)
     needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
@@ -100,6 +100,11 @@ class _Orders:
         (sums, _), (batch, _) = dot.params["dimension_numbers"]
         if first in transposes and not batch and sorted(sums) == list(range(len(sums))):
             self.turned[first] = len(sums)
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether products have other orders, so that views come behind them: then each factor is read as it lies."""
+        return bool(self.swapped or self.turned or self.multiplied)
 
     def __call__(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation, at its line."""
@@ -171,10 +176,10 @@ class _Orders:
 
     def _factors(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[_Factor]:
         """The factors of a product, as they lie where they are transposes and that is a product of matrices."""
-        sums, (out,) = equation.params["dimension_numbers"][0], equation.outvars
+        sums, _ = equation.params["dimension_numbers"]
         each = [self._ways(x, *one) for x, *one in zip(equation.invars, inputs, sums, strict=True)]
         lying = [ways[0] for ways in each]
-        if out in self.swapped or not isinstance(dot_of(equation), Dot):
+        if self.is_reordered or not isinstance(dot_of(equation), Dot):
             return lying
         every = itertools.product(*each)
         return next((factors for factors in every if self._is_better(equation, inputs, factors)), lying)
@@ -229,7 +234,7 @@ class _Orders:
     def _own_transpose(self, equation: Equation, x: jax.Array) -> jax.Array:
         """A transpose of the function's; of another one that no product needs, one of what that is of."""
         base, order = x, tuple(range(x.ndim))
-        if equation.invars[0] not in self._needed:
+        if not (self.is_reordered or equation.invars[0] in self._needed):
             base, order, _ = self._transposes.get(id(x), (base, order, x))
         order = tuple(order[axis] for axis in equation.params["permutation"])
         if order == tuple(range(x.ndim)):
