@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -158,7 +159,7 @@ class _Orders:
         (x, order), (y, beside) = (self._source(inputs[i]) for i in (number, 1 - number))
         axes, summed = ([order[axis] for axis in each[number]] for each in (batch, sums))
         free = [axis for j, axis in enumerate(order) if j not in (*batch[number], *sums[number])]
-        dtype = jnp.promote_types(x.dtype, jnp.float32 if summed else out.aval.dtype)
+        dtype = functools.reduce(jnp.promote_types, [x.dtype, y.dtype, jnp.float32 if summed else out.aval.dtype])
         of_y = [beside[axis] for axis in (*batch[1 - number], *sums[1 - number])]
         pairs = sorted(zip([*axes, *summed], of_y, strict=True))
         y = lax.transpose(y.astype(dtype), [axis for _, axis in pairs])
@@ -305,15 +306,17 @@ class _Orders:
 
 
 def _has_all_axes(dot: Equation) -> int | None:
-    """The number of the factor that has all axes of a product with batch axes that is none of matrices; else None.
+    """The number of the factor that has all axes of a product that is none of matrices; else None.
 
-    It sums over nothing and the other factor has batch axes alone; or both have these and those summed over alone.
+    It sums over nothing and the other factor has batch axes alone, or none; or both have these and those summed over
+    alone. A product of two vectors stays one of matrices.
     """
     sums, batch = dot.params["dimension_numbers"]
     types = [x.aval for x in dot.invars]
     if dot.params.get("out_sharding") is not None or any(isinstance(x, core.Literal) for x in dot.invars):
         return None
-    if not batch[0] or types[0].dtype != types[1].dtype or types[0].dtype.name not in FLOATS:
+    is_of_matrices = not batch[0] and len(sums[0]) == 1
+    if is_of_matrices or any(x.dtype.name not in FLOATS for x in types):
         return None
     free = [aval.ndim - len(one) - len(other) for aval, one, other in zip(types, sums, batch, strict=True)]
     is_multiplication = not any(free) if sums[0] else not all(free)

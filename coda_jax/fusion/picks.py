@@ -55,28 +55,31 @@ def _scaled_one_hot(makers: Makers, equation: Equation) -> tuple[Any, float, flo
 
 def is_along_last(gather: Equation) -> bool:
     """True for one element of each row along the last axis."""
-    x, numbers = gather.invars[0].aval, gather.params["dimension_numbers"]
-    last = x.ndim - 1
-    return (
-        _has_all_rows(x, numbers.operand_batching_dims, numbers.start_indices_batching_dims)
-        and tuple(numbers.collapsed_slice_dims) == (last,) == tuple(numbers.start_index_map)
-        and all(size == 1 for size in gather.params["slice_sizes"])
-        and gather.outvars[0].aval.size * x.shape[last] == x.size
-    )
+    numbers = gather.params["dimension_numbers"]
+    axes = numbers.start_index_map, numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    return _is_one_of_each_row(gather.invars[0].aval, gather.outvars[0].aval, *axes)
 
 
 def puts_along_last(scatter: Equation) -> bool:
     """True for one number that is added to each row along the last axis: the derivative of `is_along_last`."""
-    x, numbers = scatter.invars[0].aval, scatter.params["dimension_numbers"]
+    numbers = scatter.params["dimension_numbers"]
+    axes = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    return _is_one_of_each_row(scatter.invars[0].aval, scatter.invars[2].aval, *axes)
+
+
+def _is_one_of_each_row(
+    x: Any, picked: Any, indexed: Sequence[int], batch: Sequence[int], batch_of_indices: Sequence[int]
+) -> bool:
+    """True for an index of x's last axis alone, and of each row its own.
+
+    Args:
+      x: the type of the array.
+      picked: that of what is picked of it, or put into it: all indices' slices, which have one element each.
+      indexed: the axes of x that indices are of.
+      batch, batch_of_indices: the axes of x, and of the indices, that go together. They are all rows in their order,
+        whose axes of one element may be left out.
+    """
     last = x.ndim - 1
-    return (
-        _has_all_rows(x, numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
-        and tuple(numbers.inserted_window_dims) == (last,) == tuple(numbers.scatter_dims_to_operand_dims)
-        and scatter.invars[2].aval.size * x.shape[last] == x.size
-    )
-
-
-def _has_all_rows(x: Any, axes: Sequence[int], axes_of_indices: Sequence[int]) -> bool:
-    """True if each row has an index of its own, in the order of the rows, whose axes of one element may be left out."""
-    rows = [axis for axis in range(x.ndim - 1) if axis in axes or x.shape[axis] != 1]
-    return list(axes) == rows and list(axes_of_indices) == list(range(len(rows)))
+    rows = [axis for axis in range(last) if axis in batch or x.shape[axis] != 1]
+    is_of_rows = list(batch) == rows and list(batch_of_indices) == list(range(len(rows)))
+    return is_of_rows and tuple(indexed) == (last,) and bool(picked.size * x.shape[last] == x.size)

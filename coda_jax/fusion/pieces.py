@@ -18,12 +18,13 @@ from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
 from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
-from coda_jax.fusion.loss import with_losses
+from coda_jax.fusion.loss import LEAST_VOCABULARY, with_losses
 from coda_jax.fusion.loss_gradient import with_loss_gradients
 from coda_jax.fusion.nested import Function, Nested, has_products
 from coda_jax.fusion.orders import with_rows_first
 from coda_jax.fusion.remat import Remat
 from coda_jax.fusion.residuals import with_fewer_residuals
+from coda_jax.fusion.row_factors import with_factors_behind
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
@@ -159,11 +160,12 @@ class Pieces:
     ) -> Function:
         """The function of a straight jaxpr."""
         flat = with_rows_first(flat)
-        losses = Losses(flat)
+        losses = Losses(with_factors_behind(flat, LEAST_VOCABULARY))
         if self.options.chunk_losses and not self.options.is_exact:
-            flat, beside = with_loss_gradients(flat)
-            flat, taken = with_losses(flat, sums=kind == "outer", rules=kind != "rule")
+            made, beside = with_loss_gradients(losses.source)
+            made, taken = with_losses(made, sums=kind == "outer", rules=kind != "rule")
             losses = dataclasses.replace(losses, taken=[*beside, *taken])
+            flat = made if losses.taken else flat
         if not self.options.is_exact:
             flat = with_centred_sums(flat)
         flat = with_fewer_residuals(flat, arrays)
