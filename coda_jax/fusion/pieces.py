@@ -25,6 +25,7 @@ from coda_jax.fusion.orders import with_rows_first
 from coda_jax.fusion.remat import Remat
 from coda_jax.fusion.residuals import with_fewer_residuals
 from coda_jax.fusion.row_factors import with_factors_behind
+from coda_jax.fusion.row_views import with_rows_in_front
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.on_mesh import reshaped_as
@@ -160,7 +161,7 @@ class Pieces:
     ) -> Function:
         """The function of a straight jaxpr."""
         flat = with_rows_first(flat)
-        losses = Losses(with_factors_behind(flat, LEAST_VOCABULARY))
+        losses = Losses(with_factors_behind(with_rows_in_front(flat, LEAST_VOCABULARY), LEAST_VOCABULARY))
         if self.options.chunk_losses and not self.options.is_exact:
             made, beside = with_loss_gradients(losses.source)
             made, taken = with_losses(made, sums=kind == "outer", rules=kind != "rule")

@@ -232,7 +232,8 @@ class _Rewritten:
         made = -made if product.number == -1.0 else made if product.number == 1.0 else made * product.number
         if equation.primitive.name == "reduce_sum":
             made = jnp.sum(made, axis=tuple(axis for axis in params["axes"] if axis != operand.ndim - 1))
-        return [made.reshape(out.aval.shape).astype(out.aval.dtype)]
+        made = made if made.shape == out.aval.shape else made.reshape(out.aval.shape)
+        return [made.astype(out.aval.dtype)]
 
 
 def _array(x: Any, values: dict[Any, Any]) -> jax.Array:
