@@ -20,6 +20,7 @@ from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import LEAST_VOCABULARY, with_losses
 from coda_jax.fusion.loss_gradient import with_loss_gradients
+from coda_jax.fusion.narrow_views import with_narrow_views
 from coda_jax.fusion.nested import Function, Nested, has_products
 from coda_jax.fusion.orders import with_rows_first
 from coda_jax.fusion.remat import Remat
@@ -168,7 +169,7 @@ class Pieces:
             losses = dataclasses.replace(losses, taken=[*beside, *taken])
             flat = made if losses.taken else flat
         if not self.options.is_exact:
-            flat = with_centred_sums(flat)
+            flat = with_narrow_views(with_centred_sums(flat))
         flat = with_fewer_residuals(flat, arrays)
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
