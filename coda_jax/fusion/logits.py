@@ -18,12 +18,13 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.dots import Dot, Equation, dot_of, swaps_factors, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, swaps_factors, variables
 from coda_jax.fusion.makers import Makers, among, asks_sharding, kept_columns
 from coda_jax.graph.constraint import constraint_of
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 _GREATEST_FILL = -1e4  # of padding
+_OTHERS = frozenset({"dot_general", "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "gather"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,33 @@ def result_of(makers: Makers, product: Equation) -> tuple[Any, Dot | str]:
         if isinstance(swapped, Dot) and z not in makers.jaxpr.outvars:
             return readers[0].outvars[0], swapped
     return z, dot_of(product)
+
+
+def made_of(makers: Makers, z: Any) -> set[Any]:
+    """The arrays with the columns of a product's result, or most of them, that are made of it and of no sum over it."""
+    found, open_, columns = {z}, [z], z.aval.shape[-1]
+    while open_:
+        for equation in makers.readers(open_.pop()):
+            for x in equation.outvars if equation.primitive.name not in _OTHERS else ():
+                size = x.aval.shape[-1] if x.aval.shape else 0
+                if x not in found and isinstance(size, int) and size <= columns < 2 * size:
+                    found.add(x)
+                    open_.append(x)
+    return found
+
+
+def logits_with_exponentials(makers: Makers, least: int) -> Iterator[tuple[set[Any], set[Any]]]:
+    """What is `made_of` results of products of at least so many columns, and those among these that are exponentials.
+
+    Results of which there are none are left out.
+    """
+    for equation in dots_in(makers.jaxpr).values():
+        z = result_of(makers, equation)[0]
+        if z.aval.ndim > 1 and isinstance(z.aval.shape[-1], int) and z.aval.shape[-1] >= least:
+            wide = made_of(makers, z)
+            exponentials = {x for e in makers.read_by(wide, "exp") for x in e.outvars} & wide
+            if exponentials:
+                yield wide, exponentials
 
 
 def logits_of(makers: Makers, product: Equation, z: Any, dot: Dot) -> Iterator[Logits]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.fusion.dots import Equation, dots_in, variables
+from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.logits import logits_with_exponentials
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_along_last, one_hot
 from coda_jax.fusion.straight import applied, at_line
@@ -106,19 +107,16 @@ class _Rewritten:
     def __init__(self, makers: Makers, least: int):
         self._makers = makers
         self.products: dict[Any, _Product] = {}
-        heads = [x for e in dots_in(makers.jaxpr).values() for x in e.outvars if _has_columns(x, least)]
-        exponentials = [x for e in makers.equations if e.primitive.name == "exp" for x in e.outvars]
-        self._exponents = _made_of(makers, [x for x in exponentials if _has_columns(x, least)], least)
-        summed = {x.aval.shape[-1] for x in self._exponents}
-        behind = makers.behind(heads) if heads and summed else set()
-        for equation in makers.equations if behind else ():
-            operand = equation.invars[0] if equation.primitive.name in ("reduce_sum", "gather") else None
-            if among(operand, behind) and _has_columns(operand, least) and operand.aval.shape[-1] in summed:
-                product = self._product(operand)
-                if self._is_moved(equation, product, behind):
+        found = list(logits_with_exponentials(makers, least))
+        every = set[Any]().union(*(wide for wide, _ in found))
+        self._exponents = set[Any]().union(*(_behind(makers, exponentials, wide) for wide, exponentials in found))
+        for equation in makers.read_by(every, "reduce_sum", "gather"):
+            if among(equation.invars[0], every):
+                product = self._product(equation.invars[0])
+                if self._is_moved(equation, product):
                     self.products[equation.outvars[0]] = product
 
-    def _is_moved(self, equation: Equation, product: _Product, behind: set[Any]) -> bool:
+    def _is_moved(self, equation: Equation, product: _Product) -> bool:
         """True for a sum, or a pick, of one array that is made of logits, maybe with a one-hot one, whose factors move.
 
         Of a number that is filled in for labels outside of the columns no factor of rows is behind.
@@ -246,19 +244,13 @@ def _array(x: Any, values: dict[Any, Any]) -> jax.Array:
     return made
 
 
-def _has_columns(x: Any, least: int) -> bool:
-    """True for floats with at least so many columns."""
-    size = x.aval.shape[-1] if x.aval.shape else 0
-    return isinstance(size, int) and size >= least and is_float(x.aval.dtype)
-
-
-def _made_of(makers: Makers, arrays: Sequence[Any], least: int) -> set[Any]:
-    """The arrays with columns that some are made of, and these."""
-    found, open_ = set(arrays), [*arrays]
+def _behind(makers: Makers, exponentials: Collection[Any], wide: Collection[Any]) -> set[Any]:
+    """The arrays, among some, that exponentials are made of, and these."""
+    found, open_ = set(exponentials), [*exponentials]
     while open_:
         maker = makers.maker(open_.pop())
-        for x in [] if maker is None or maker.primitive.name == "dot_general" else variables(maker.invars):
-            if x not in found and _has_columns(x, least):
+        for x in [] if maker is None else variables(maker.invars):
+            if x not in found and x in wide:
                 found.add(x)
                 open_.append(x)
     return found

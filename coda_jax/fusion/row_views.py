@@ -17,11 +17,11 @@ from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Equation, is_derivative, variables
-from coda_jax.fusion.makers import Makers, among
+from coda_jax.fusion.logits import logits_with_exponentials
+from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
-from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.primitives.mesh_types import explicit_cuts
@@ -53,10 +53,11 @@ class _Views:
         self._makers = makers
         self._known: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
-        exponentials = [x for e in makers.equations if e.primitive.name == "exp" for x in e.outvars]
-        behind = makers.behind([x for x in exponentials if _has_columns(x, least)])
-        views = [e for e in makers.equations if e.primitive.name in ("slice", "reshape") and _is_of_rows(e)]
-        self.moved = {e.outvars[0] for e in views if among(e.invars[0], behind) and _has_columns(e.outvars[0], least)}
+        self.moved: set[Any] = set()
+        for wide, exponentials in logits_with_exponentials(makers, least):
+            behind = makers.behind(exponentials)
+            views = [e for e in makers.read_by(wide & behind, "slice", "reshape") if _is_of_rows(e)]
+            self.moved |= {e.outvars[0] for e in views if e.outvars[0] in wide}
 
     def results(self, closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         """The results of the jaxpr at these arrays."""
@@ -166,9 +167,3 @@ def _is_of_rows(view: Equation) -> bool:
     if not same_shape(x.aval.shape[-1:], out.aval.shape[-1:]):
         return False
     return view.primitive.name == "slice" or params["dimensions"] is None
-
-
-def _has_columns(x: Any, least: int) -> bool:
-    """True for floats with at least so many columns."""
-    size = x.aval.shape[-1] if x.aval.shape else 0
-    return isinstance(size, int) and size >= least and is_float(x.aval.dtype)

@@ -11,7 +11,7 @@ from jax.extend import core
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative, variables
-from coda_jax.fusion.logits import logits_of, result_of
+from coda_jax.fusion.logits import logits_of, made_of, result_of
 from coda_jax.fusion.loss import LEAST_VOCABULARY, seen_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_over_last
@@ -51,29 +51,12 @@ def whole_logits(
         z, dot = result_of(makers, equation)
         if z.aval.ndim < 2 or z.aval.shape[-1] < LEAST_VOCABULARY or any(equation is one for one in taken):
             continue
-        wide = _made_of(makers, z)
+        wide = made_of(makers, z)
         if _are_of_a_loss(makers, z, wide):
             size = max(x.aval.size * x.aval.dtype.itemsize for x in makers.casts(z))
             reason = "exact=True" if is_exact else "" if chunk_losses else "chunk_losses=False"
             found.append(WholeLogits(line_of(equation), size, reason or _reason(makers, equation, z, dot, wide)))
     return found
-
-
-def _made_of(makers: Makers, z: Any) -> set[Any]:
-    """The arrays with columns that are made of logits by no other product."""
-    found, open_ = {z}, [z]
-    while open_:
-        for equation in makers.readers(open_.pop()):
-            for x in equation.outvars if equation.primitive.name != "dot_general" else ():
-                if x not in found and x.aval.shape and _has_columns(x, z):
-                    found.add(x)
-                    open_.append(x)
-    return found
-
-
-def _has_columns(x: Any, z: Any) -> bool:
-    """True for an array with the columns of logits, or most of them."""
-    return bool(x.aval.shape) and 2 * x.aval.shape[-1] > z.aval.shape[-1] and x.aval.shape[-1] <= z.aval.shape[-1]
 
 
 def _are_of_a_loss(makers: Makers, z: Any, wide: Collection[Any]) -> bool:
