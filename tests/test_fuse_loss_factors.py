@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.extend import core
 
 import coda_jax as coda
+from coda_jax.fusion.narrow_views import with_narrow_views
 from tests.test_fuse import largest_error
 from tests.test_fuse_loss import (
     VOCABULARY,
@@ -218,3 +220,72 @@ def test_rows_beside_all_stay():
 
     for g in doors(f):
         assert largest_error(jax.jit(g)(*arrays), jax.jit(with_gradients(f))(*arrays)) < 1e-5
+
+
+VIEWS = {  # of logits in float32
+    "all_but_the_last": lambda z, y: (jnp.float32(z)[:, :-1], y[:, 1:]),
+    "flat": lambda z, y: (jnp.float32(z).reshape(-1, VOCABULARY), y.reshape(-1)),
+    "flat_but_the_last": lambda z, y: (jnp.float32(z)[:, :-1].reshape(-1, VOCABULARY), y[:, 1:].reshape(-1)),
+    "with_a_bias": lambda z, y: (jnp.float32(z)[:, 1:] + jnp.sin(jnp.arange(VOCABULARY)), y[:, 1:]),
+}
+WHOLE = {  # losses whose logits are read by something else too
+    "top_k": lambda z, y: jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(z, y) + jax.lax.top_k(z, 2)[0][..., 1]
+    ),
+    "integer_labels": lambda z, y: jnp.mean(optax.softmax_cross_entropy_with_integer_labels(z, y)),
+    "one_hot": lambda z, y: -jnp.mean(jnp.sum(logprobs(z) * hot(y), axis=-1)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_logits_in_float32_are_viewed_as_the_product_is(name, view):
+    """Passes read the product in bfloat16, and its cotangent is put back into all rows in bfloat16."""
+    types = [((4, 1024, 128), jnp.bfloat16), ((128, VOCABULARY), jnp.bfloat16), ((4, 1024), jnp.int32)]
+    args = [jax.ShapeDtypeStruct(*one) for one in types]
+
+    def f(x, w, labels):
+        return WHOLE[name](*VIEWS[view](x @ w, labels))
+
+    def explained(g):
+        return coda.explain(g, *args, platform="cuda", device="H100").totals
+
+    plain = explained(with_gradients(f))
+    for found in (with_gradients(coda.fuse(f, chunk_losses=False)), coda.fuse(with_gradients(f), chunk_losses=False)):
+        assert explained(found).passes_bytes <= plain.passes_bytes
+        assert explained(found).kept_bytes <= plain.kept_bytes
+    arrays, labels, _ = arguments((4, 16), jnp.bfloat16)
+    exact = with_gradients(f)(*map(jnp.float32, arrays), labels)
+    own, *errors = (
+        largest_error(jax.tree.map(jnp.float32, jax.jit(g)(*arrays, labels)), exact)
+        for g in (with_gradients(f), with_gradients(coda.fuse(f)), coda.fuse(with_gradients(f), chunk_losses=False))
+    )
+    assert max(errors) < 2 * own + 1e-3
+
+
+ALONE = {  # views of float32 arrays that are read in bfloat16, or made of it
+    "of_a_cast": lambda x, y: jnp.float32(x)[1:],
+    "cast_behind": lambda x, y: y[1:].astype(jnp.bfloat16),
+    "both": lambda x, y: jnp.float32(x)[1:].reshape(-1).astype(jnp.bfloat16),
+    "to_other_bits": lambda x, y: jnp.float32(x)[1:].astype(jnp.float16),
+    "padded": lambda x, y: jax.lax.pad(y, jnp.float32(0), ((1, 0, 0), (0, 2, 1))).astype(jnp.bfloat16),
+    "padded_with_ones": lambda x, y: jax.lax.pad(y, jnp.float32(1.1), ((1, 0, 0), (0, 2, 1))).astype(jnp.bfloat16),
+    "read_in_two_dtypes": lambda x, y: (y.T.astype(jnp.bfloat16), y.T.astype(jnp.float16)),
+    "read_wide_too": lambda x, y: (y[1:].astype(jnp.bfloat16), y[1:]),
+    "twice": lambda x, y: jnp.float32(x)[1:].T[::2] + 1,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_casts_move_through_views_bit_by_bit(name):
+    x = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+    args = x.astype(jnp.bfloat16), x
+    closed = jax.make_jaxpr(ALONE[name])(*args)
+    made = with_narrow_views(closed)
+    assert closed.out_avals == made.out_avals
+    pairs = zip(*(core.jaxpr_as_fun(one)(*args) for one in (made, closed)), strict=True)
+    assert all(jnp.array_equal(one, other) for one, other in pairs)
+    wide = [
+        e for e in made.jaxpr.eqns if e.primitive.name in ("slice", "pad") and e.outvars[0].aval.dtype == jnp.float32
+    ]
+    assert bool(wide) == (name in ("padded_with_ones", "read_wide_too"))

@@ -67,6 +67,8 @@ class _Casts:
 
     def _dtype_read(self, x: Any, reader: Equation) -> Any:
         """The dtype of fewer bits in which an equation reads a view; None for another one."""
+        if not reader.outvars:
+            return None
         if reader.outvars[0] in self.narrowed and reader.invars[0] is x:
             return self.narrowed[reader.outvars[0]]
         return reader.outvars[0].aval.dtype if _is_cast(reader, of_source=False) else None
@@ -81,7 +83,7 @@ class _Casts:
 
     def _made(self, equation: Equation, values: dict[Any, Any]) -> Sequence[Any]:
         """The results of an equation."""
-        inputs, (out, *_) = [read(values, x) for x in equation.invars], equation.outvars
+        inputs, out = [read(values, x) for x in equation.invars], next(iter(equation.outvars), None)
         if _is_cast(equation, of_source=True):
             self._narrow[out] = inputs[0]
         elif _is_cast(equation, of_source=False) and equation.invars[0] in self._narrow:

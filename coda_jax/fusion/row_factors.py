@@ -205,7 +205,7 @@ class _Rewritten:
         jaxpr = closed.jaxpr
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True))
         for equation in jaxpr.eqns:
-            if equation.outvars[0] in self.products:
+            if equation.outvars and equation.outvars[0] in self.products:
                 outputs = at_line(equation, self._made, equation, self.products[equation.outvars[0]], values)
             else:
                 outputs = applied(equation, [read(values, x) for x in equation.invars])

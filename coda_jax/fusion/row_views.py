@@ -64,7 +64,7 @@ class _Views:
         jaxpr = closed.jaxpr
         self._values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True))
         for equation in jaxpr.eqns:
-            if equation.outvars[0] in self.moved:
+            if not self.moved.isdisjoint(equation.outvars):
                 outputs = [self._viewed(equation.outvars[0], ())]
             else:
                 outputs = applied(equation, [read(self._values, x) for x in equation.invars])

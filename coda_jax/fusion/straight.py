@@ -63,8 +63,7 @@ class _Opening:
     def __init__(self, opens_inner: bool):
         self._opens_inner = opens_inner
         self._known: dict[Any, Any] = {}  # results of equations that are made once, with what they read
-        self._transposes: dict[int, Any] = {}  # what they are of, and their axes, by what they are
-        self._made: dict[int, Any] = {}  # results of equations, and no arguments
+        self._transposes: dict[int, Any] = {}  # what they are of, their axes, and they themselves, by their ids
 
     def results(
         self,
@@ -98,22 +97,18 @@ class _Opening:
             else:
                 outputs = at_line(source, bind, equation.primitive, inputs, equation.params, scope=scope)
                 if equation.primitive.name == "transpose":
-                    self._transposes[id(outputs[0])] = inputs[0], equation.params["permutation"]
-            self._made.update((id(x), x) for x in outputs)
+                    self._transposes[id(outputs[0])] = inputs[0], equation.params["permutation"], outputs
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(values, v) for v in jaxpr.outvars]
 
     def _same(self, equation: Equation, inputs: Sequence[Any]) -> Any:
-        """The array that an equation's result is, made before: of a copy, or of a transpose of its transpose.
-
-        A copy of an argument stays one: the argument may be donated later.
-        """
+        """The array that an equation's result is, made before: that of a copy, or of a transpose of its transpose."""
         name, x = equation.primitive.name, next(iter(inputs), None)
-        if name == "copy" and id(x) in self._made:
+        if name == "copy":
             return x
         if name != "transpose" or id(x) not in self._transposes:
             return None
-        source, order = self._transposes[id(x)]
+        source, order, _ = self._transposes[id(x)]
         axes = [order[axis] for axis in equation.params["permutation"]]
         return source if axes == list(range(len(axes))) else None
 
