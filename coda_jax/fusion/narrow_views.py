@@ -83,7 +83,8 @@ class _Casts:
 
     def _made(self, equation: Equation, values: dict[Any, Any]) -> Sequence[Any]:
         """The results of an equation."""
-        inputs, out = [read(values, x) for x in equation.invars], next(iter(equation.outvars), None)
+        inputs: list[Any] = [read(values, x) for x in equation.invars]
+        out: Any = next(iter(equation.outvars), None)
         if _is_cast(equation, of_source=True):
             self._narrow[out] = inputs[0]
         elif _is_cast(equation, of_source=False) and equation.invars[0] in self._narrow:

@@ -65,7 +65,7 @@ class _Views:
         self._values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True))
         for equation in jaxpr.eqns:
             if not self.moved.isdisjoint(equation.outvars):
-                outputs = [self._viewed(equation.outvars[0], ())]
+                outputs: Sequence[Any] = [self._viewed(equation.outvars[0], ())]
             else:
                 outputs = applied(equation, [read(self._values, x) for x in equation.invars])
             self._values.update(zip(equation.outvars, outputs, strict=True))
