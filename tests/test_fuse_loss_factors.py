@@ -118,6 +118,18 @@ def test_a_loss_with_factors_in_front_of_its_sum(name, shape):
         check_moves_less(LOSSES[name], jnp.float32)
 
 
+def test_a_head_with_its_factors_in_the_other_order():
+    arrays, labels, mask = arguments((4, 16))
+
+    def f(x, w):
+        z = jax.vmap(jax.vmap(lambda row: w.T @ row))(x)
+        return LOSSES["mask_of_the_product"](z, labels, mask)
+
+    for g in doors(f):
+        assert largest_error(jax.jit(g)(*arrays), jax.jit(with_gradients(f))(*arrays)) < 1e-5
+        assert not arrays_of_logits(g, *arrays)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("is_widened", [False, True])
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, swaps_factors, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, swaps_factors, variables
 from coda_jax.fusion.makers import Makers, among, asks_sharding, kept_columns
 from coda_jax.graph.constraint import constraint_of
 from coda_jax.primitives.mesh_types import explicit_cuts
@@ -148,18 +148,42 @@ def made_of(makers: Makers, z: Any) -> set[Any]:
     return found
 
 
-def logits_with_exponentials(makers: Makers, least: int) -> Iterator[tuple[set[Any], set[Any]]]:
-    """What is `made_of` results of products of at least so many columns, and those among these that are exponentials.
+@dataclasses.dataclass(frozen=True)
+class Exponentials:
+    """The exponentials of products' results of many columns.
 
-    Results of which there are none are left out.
+    Attributes:
+      arrays: the exponentials.
+      exponents: the arrays with columns that they are made of by no other product, and they themselves.
+      wide: for each of these products what is `made_of` its result.
     """
-    for equation in dots_in(makers.jaxpr).values():
-        z = result_of(makers, equation)[0]
-        if z.aval.ndim > 1 and isinstance(z.aval.shape[-1], int) and z.aval.shape[-1] >= least:
-            wide = made_of(makers, z)
-            exponentials = {x for e in makers.read_by(wide, "exp") for x in e.outvars} & wide
-            if exponentials:
-                yield wide, exponentials
+
+    arrays: set[Any]
+    exponents: set[Any]
+    wide: Sequence[set[Any]]
+
+
+def exponentials_of(makers: Makers, least: int) -> Exponentials:
+    """The exponentials of results of products of at least so many columns."""
+    every = (x for e in makers.equations if e.primitive.name == "exp" for x in e.outvars)
+    arrays = {x for x in every if _has_columns(x, least)}
+    exponents, open_, products = set(arrays), [*arrays], dict[int, Equation]()
+    while open_:
+        maker = makers.maker(open_.pop())
+        if maker is not None and maker.primitive.name == "dot_general":
+            products[makers.number(maker)] = maker
+        elif maker is not None:
+            new = {x for x in variables(maker.invars) if x not in exponents and _has_columns(x, least)}
+            exponents |= new
+            open_ += new
+    results = (result_of(makers, products[number])[0] for number in sorted(products))
+    return Exponentials(arrays, exponents, [made_of(makers, z) for z in results])
+
+
+def _has_columns(x: Any, least: int) -> bool:
+    """True for floats with at least so many columns."""
+    size = x.aval.shape[-1] if x.aval.ndim > 1 else 0
+    return isinstance(size, int) and size >= least and x.aval.dtype.name in FLOATS
 
 
 def logits_of(makers: Makers, product: Equation, z: Any, dot: Dot) -> Iterator[Logits]:

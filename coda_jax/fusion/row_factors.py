@@ -9,8 +9,9 @@ log-probabilities are then sums over the vocabulary alone, and picks of the log-
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.fusion.dots import Equation, variables
-from coda_jax.fusion.logits import logits_with_exponentials
+from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_along_last, one_hot
 from coda_jax.fusion.straight import applied, at_line
@@ -102,16 +103,14 @@ class _Rewritten:
       products: what each of them, by the variable that it is, reads.
     """
 
-    # What exponentials are of stays: logits may be scaled, as by a cap.
-
     def __init__(self, makers: Makers, least: int):
         self._makers = makers
         self.products: dict[Any, _Product] = {}
-        found = list(logits_with_exponentials(makers, least))
-        every = set[Any]().union(*(wide for wide, _ in found))
-        self._exponents = set[Any]().union(*(_behind(makers, exponentials, wide) for wide, exponentials in found))
-        for equation in makers.read_by(every, "reduce_sum", "gather"):
-            if among(equation.invars[0], every):
+        found = exponentials_of(makers, least)
+        self._exponents = found.exponents  # they stay: logits may be scaled, as by a cap
+        wide = set[Any]().union(*found.wide)
+        for equation in makers.read_by(wide, "reduce_sum", "gather"):
+            if among(equation.invars[0], wide):
                 product = self._product(equation.invars[0])
                 if self._is_moved(equation, product):
                     self.products[equation.outvars[0]] = product
@@ -157,9 +156,8 @@ class _Rewritten:
         arrays = [y for y, row in zip(inputs, factors, strict=True) if row is None]
         if not all(self._is_whole(y, x) for y in arrays) or (kind == "div" and factors[1] is None) or not arrays:
             return _Product(arrays=(x,))
-        product = _Product()
-        for y, row in zip(inputs, factors, strict=True):
-            product = product.times(self._product(y) if row is None else row)
+        rows = [row for row in factors if row is not None]  # behind those of the arrays
+        product = functools.reduce(_Product.times, [*map(self._product, arrays), *rows])
         return product if math.isfinite(product.number) else _Product(arrays=(x,))
 
     def _selected(self, x: Any, inputs: Sequence[Any]) -> _Product:
@@ -242,15 +240,3 @@ def _array(x: Any, values: dict[Any, Any]) -> jax.Array:
     row, wide = (read(values, y) for y in x.invars)
     (made,) = bind(x.primitive, [wide, row], x.params)
     return made
-
-
-def _behind(makers: Makers, exponentials: Collection[Any], wide: Collection[Any]) -> set[Any]:
-    """The arrays, among some, that exponentials are made of, and these."""
-    found, open_ = set(exponentials), [*exponentials]
-    while open_:
-        maker = makers.maker(open_.pop())
-        for x in [] if maker is None else variables(maker.invars):
-            if x not in found and x in wide:
-                found.add(x)
-                open_.append(x)
-    return found

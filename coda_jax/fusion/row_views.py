@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Equation, is_derivative, variables
-from coda_jax.fusion.logits import logits_with_exponentials
+from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.straight import applied, at_line
@@ -54,8 +54,9 @@ class _Views:
         self._known: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
         self.moved: set[Any] = set()
-        for wide, exponentials in logits_with_exponentials(makers, least):
-            behind = makers.behind(exponentials)
+        found = exponentials_of(makers, least)
+        behind = makers.behind(found.arrays) if found.wide else set()
+        for wide in found.wide:
             views = [e for e in makers.read_by(wide & behind, "slice", "reshape") if _is_of_rows(e)]
             self.moved |= {e.outvars[0] for e in views if e.outvars[0] in wide}
 
