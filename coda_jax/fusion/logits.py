@@ -18,7 +18,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.dots import Dot, Equation, dot_of, swaps_factors, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, swaps_factors, variables
 from coda_jax.fusion.makers import Makers, among, asks_sharding, kept_columns
 from coda_jax.graph.constraint import constraint_of
 from coda_jax.primitives.mesh_types import explicit_cuts
@@ -167,17 +167,16 @@ def exponentials_of(makers: Makers, least: int) -> Exponentials:
     """The exponentials of results of products of at least so many columns."""
     every = (x for e in makers.equations if e.primitive.name == "exp" for x in e.outvars)
     arrays = {x for x in every if _has_columns(x, least)}
-    exponents, open_, products = set(arrays), [*arrays], dict[int, Equation]()
+    products = dots_in(makers.jaxpr).values() if arrays else ()
+    results = dict.fromkeys(result_of(makers, product)[0] for product in products)
+    exponents, open_ = set(arrays), [*arrays]
     while open_:
-        maker = makers.maker(open_.pop())
-        if maker is not None and maker.primitive.name == "dot_general":
-            products[makers.number(maker)] = maker
-        elif maker is not None:
-            new = {x for x in variables(maker.invars) if x not in exponents and _has_columns(x, least)}
-            exponents |= new
-            open_ += new
-    results = (result_of(makers, products[number])[0] for number in sorted(products))
-    return Exponentials(arrays, exponents, [made_of(makers, z) for z in results])
+        x = open_.pop()
+        maker = None if x in results else makers.maker(x)
+        new = {y for y in variables(maker.invars) if _has_columns(y, least)} if maker is not None else set()
+        open_ += new - exponents
+        exponents |= new
+    return Exponentials(arrays, exponents, [made_of(makers, z) for z in results if z in exponents])
 
 
 def _has_columns(x: Any, least: int) -> bool:
