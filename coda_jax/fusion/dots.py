@@ -131,11 +131,16 @@ def convolution_flops(equation: Equation, kernel: Sequence[Any], out: Sequence[A
     return 2 * math.prod(out) * math.prod(kernel) // max(1, features)
 
 
-def is_derivative(jaxpr: core.Jaxpr) -> bool:
-    """True for equations with the gradient of a weight: h^T d beside h W, or beside d W^T; or with a checkpoint's."""
+def is_derivative(jaxpr: core.Jaxpr, taken: Iterable[core.JaxprEqn] = ()) -> bool:
+    """True for equations with the gradient of a weight: h^T d beside h W, or beside d W^T; or with a checkpoint's.
+
+    Args:
+      taken: products that stood in the jaxpr as it was written, and of which an operator was made.
+    """
     if any(equation.params.get("differentiated") for equation in jaxpr.eqns):
         return True
-    dots = [dot for equation in dots_in(jaxpr).values() if isinstance(dot := dot_of(equation), Dot)]
+    equations = (*dots_in(jaxpr).values(), *taken)
+    dots = [dot for equation in equations if isinstance(dot := dot_of(equation), Dot)]
     products = {(dot.a, dot.matrix_a[1], dot.columns) for dot in dots if not dot.transpose_a}
     gradients = [(dot, dot.matrix_a[1], dot.matrix_b[1]) for dot in dots if dot.transpose_a]
     return any((dot.a, m, n) in products or (dot.b, n, m) in products for dot, m, n in gradients)

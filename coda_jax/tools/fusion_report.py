@@ -150,7 +150,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     pieces, reason = list(fused.pieces.made), fused.reason
     kernels = (FusedProduct(fused.name, line, _types(x), (), IS_KERNEL) for x, line in fused.pieces.kernels)
     plain_function, fused_function = fused.plain, fused
-    if (form := loss_form(result)) and not any(is_derivative(piece.jaxpr.jaxpr) for piece in pieces):
+    if (form := loss_form(result)) and not any(map(_is_derivative, pieces)):
         plain_function, fused_function = (_with_gradients(g, has_aux=form == AUX) for g in (fused.plain, fused))
     with unfused():
         plain_explained, _ = explained(plain_function, args, kwargs, "cuda", static_numbers=True)
@@ -166,6 +166,10 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         _at_kernels(left, lifted),
         tuple(sorted((x for piece in pieces for x in _whole(piece, fused.options)), key=lambda x: -x.bytes)),
     )
+
+
+def _is_derivative(piece: Piece) -> bool:
+    return is_derivative(piece.jaxpr.jaxpr, [equation for equation, _ in piece.losses.taken])
 
 
 def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
