@@ -566,6 +566,7 @@ _MAXTEXT_ABSENT = (
     *("grain", "google", "tensorflow_datasets", "tensorflow_text", "sentencepiece", "datasets", "gcsfs", "drjax"),
     *("cloud_accelerator_diagnostics", "mlperf_logging", "ml_collections", "tiktoken", "librosa", "array_record"),
     *("tpu_info", "jetstream", "google_cloud_mldiagnostics", "tunix", "maxtext.kernels.mhc"),
+    *("maxtext.checkpoint_conversion", "maxtext.layers.engram", "transformers", "huggingface_hub"),
 )
 _MAXTEXT = {"requirements": MAXTEXT, "absent": _MAXTEXT_ABSENT}
 
@@ -885,9 +886,9 @@ LEVANTER = (
 _LEVANTER_ABSENT = (
     *("pytimeparse", "furl", "sentencepiece", "hf_transfer", "lz4", "zstd", "lm_eval"),
     *("levanter.distributed", "levanter.checkpoint", "levanter.trainer", "levanter.logging", "requests"),
-    *("wandb", "tensorstore", "ray", "huggingface_hub.lfs", "tensorboardX", "datasets", "fsspec", "gcsfs"),
+    *("wandb", "tensorstore", "ray", "tensorboardX", "datasets", "fsspec", "gcsfs"),
     *("pyarrow", "zstandard", "tblib", "dataclasses_json", "humanfriendly", "braceexpand", "tqdm_loggable"),
-    *("deepdiff", "soundfile", "librosa", "async_lru"),
+    *("deepdiff", "soundfile", "librosa", "async_lru", "transformers", "huggingface_hub"),
 )
 
 
