@@ -326,15 +326,15 @@ class _Backward(Backward):
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
         (arrays, values, derivative), graph = kept, self.graph
         backward = derivative.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
-        known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
-        known |= graph.known(arrays)
         made_again = {*backward.plan.leaves_of_passes}
         made_again |= graph.weights & {x for of in backward.plan.steps for x in of.product.inputs}
-        again = [x for x in graph.leaves if x in made_again]
-        # Without a barrier XLA would keep what the forward pass made of these leaves, or what it cast them to.
-        known |= dict(zip(again, lax.optimization_barrier([known[x] for x in again]), strict=True))
-        given = zip(backward.cotangents, cotangents, strict=True)
-        known |= {leaf: x for leaf, x in given if leaf is not None}
+        again = [i for i, x in enumerate(graph.leaves) if x in made_again]
+        # Without a barrier XLA would keep what the forward pass made of these leaves, or what it cast them to. It is in
+        # front of their other axes: XLA makes a copy of an array that has these before it, and again its own behind it.
+        given = dict(zip(again, lax.optimization_barrier([arrays[i] for i in again]), strict=True))
+        known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
+        known |= graph.known([given.get(i, x) for i, x in enumerate(arrays)])
+        known |= {leaf: x for leaf, x in zip(backward.cotangents, cotangents, strict=True) if leaf is not None}
         each = list(zip(backward.leaf_cotangents, arrays, strict=True))
         dtypes = [x.dtype for of, x in each if of is not None]
         options = graph.pass_options(backward.plan, "backward")

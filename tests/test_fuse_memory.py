@@ -1,0 +1,32 @@
+"""The memory that XLA takes for a gradient under `coda.fuse`, beside that of plain JAX."""
+
+import jax
+import jax.numpy as jnp
+
+import coda_jax as coda
+from tests.test_fuse_residuals import normal
+
+LAYERS, TOKENS, WIDTH, HIDDEN = 4, 16, 64, 256
+
+
+def temporaries(f, *args):
+    """The bytes that XLA takes beside arguments and results."""
+    return jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_layers_in_a_loop_are_read_where_they_lie():
+    """The layers' weights, of three axes, take more bytes than all activations."""
+    x, head = normal(TOKENS, WIDTH), normal(WIDTH, WIDTH, seed=1)
+    layers = {"up": normal(LAYERS, WIDTH, HIDDEN, seed=2), "down": normal(LAYERS, HIDDEN, WIDTH, seed=3)}
+
+    @jax.checkpoint
+    def layer(x, w):
+        return x + jax.nn.silu(x @ w["up"]) @ w["down"], None
+
+    def loss(weights, x):
+        layers, head = weights
+        return jnp.sum(jnp.tanh(jax.lax.scan(layer, x, layers)[0] @ head))
+
+    weights = layers, head
+    plain, fused = (temporaries(jax.grad(f), weights, x) for f in (loss, coda.fuse(loss)))
+    assert fused < 1.05 * plain < sum(w.nbytes for w in layers.values())
