@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import coda_jax as coda
+from coda_jax.jaxprs.walk import equations
 from tests.test_fuse_residuals import normal
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 4, 16, 64, 256
@@ -30,3 +32,24 @@ def test_layers_in_a_loop_are_read_where_they_lie():
     weights = layers, head
     plain, fused = (temporaries(jax.grad(f), weights, x) for f in (loss, coda.fuse(loss)))
     assert fused < 1.05 * plain < sum(w.nbytes for w in layers.values())
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True], ids=["", "checkpoint"])
+def test_a_step_has_no_barrier(is_checkpoint):
+    """XLA would store behind it a layer's slice of the float32 weights beside what it is cast to, bfloat16."""
+    x, head = normal(TOKENS, WIDTH).astype(jnp.bfloat16), normal(WIDTH, WIDTH, seed=1)
+    layers = normal(LAYERS, WIDTH, WIDTH, seed=2)
+
+    def layer(x, w):
+        return x + jax.nn.silu(x @ w.astype(x.dtype)), None
+
+    def loss(weights, x):
+        layers, head = weights
+        step = jax.checkpoint(layer) if is_checkpoint else layer
+        return jnp.sum(jnp.tanh(jax.lax.scan(step, x, layers)[0] @ head.astype(x.dtype)).astype(jnp.float32))
+
+    every = [e for e, _ in equations(jax.make_jaxpr(jax.grad(coda.fuse(loss)))((layers, head), x).jaxpr)]
+    barriers = [e for e in every if e.primitive.name == "optimization_barrier"]
+    behind = [v.aval.shape for e in barriers for v in e.invars if v.aval.dtype == jnp.float32]
+    assert head.shape == layers.shape[1:]
+    assert behind.count(head.shape) == 1  # the head, which is cast again

@@ -562,6 +562,7 @@ def lifted(
     defers: bool | None,
     implementation: str,
     remats: Sequence[Remat] = (),
+    is_step: bool = False,
 ) -> Lifted:
     """The graph of a straight jaxpr.
 
@@ -570,6 +571,7 @@ def lifted(
       name: of the function.
       nested, bodies, is_exact, defers, remats: as in `Lift`.
       implementation: as in `gemm`.
+      is_step: as in `Graph`.
     """
     lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers, remats=remats)
     outputs = lift.run()
@@ -585,6 +587,7 @@ def lifted(
         implementation,
         keeps_joins=False,
         answers=lift.answers(),
+        is_step=is_step,
     )
     sources = [lift.arguments[x] for x, _ in lift.leaves]
     reasons = {i: _reason(dot, lift.dtype) for i, dot in lift.rows.dots.items()} | lift.rows.reasons

@@ -34,6 +34,7 @@ class Nested:
       remats: the policies of the checkpoints that hold the equations, the innermost first.
       fused_in_jit: `fused` for what a jitted function holds, if that is another one.
       fused_in_rule: `fused` for the functions of a custom_vjp, which nobody differentiates, if that is another one.
+      fused_in_step: `fused` for the body of a loop, if that is another one.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Nested:
         remats: Sequence[Remat],
         fused_in_jit: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
         fused_in_rule: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
+        fused_in_step: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
     ):
         self._fused, self._remats = fused, tuple(remats)
-        self._fused_in = {"jit": fused_in_jit or fused, "rule": fused_in_rule or fused}
+        others = {"jit": fused_in_jit, "rule": fused_in_rule, "step": fused_in_step}
+        self._fused_in = {of: other or fused for of, other in others.items()}
         self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
         self._jitted: dict[Hashable, core.ClosedJaxpr] = {}  # the same of jitted functions, as jaxprs
 
@@ -91,7 +94,7 @@ class Nested:
           body: a jaxpr.
           name: of what holds it.
           remat: the policy of the checkpoint that it is the body of.
-          of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp.
+          of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp, "step" for a loop's body.
         """
         if id(body) not in self._known:
             closed = core.ClosedJaxpr(*opened(body))
@@ -133,7 +136,7 @@ def _count_of_products(jaxpr: core.Jaxpr) -> int:
 
 def _scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params, consts, carried = equation.params, num_constants(equation), num_carried(equation)
-    body = fused(params["jaxpr"], "scan")
+    body = fused(params["jaxpr"], "scan", of="step")
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outputs = list(body(*inputs[:consts], *carry, *xs))
@@ -162,7 +165,7 @@ def _while(fused: Callable[..., Function], equation: Equation, inputs: Sequence[
     cond_end = params["cond_nconsts"]
     body_end = cond_end + params["body_nconsts"]
     cond = core.jaxpr_as_fun(core.ClosedJaxpr(*opened(params["cond_jaxpr"])))
-    body = fused(params["body_jaxpr"], "while")
+    body = fused(params["body_jaxpr"], "while", of="step")
     cond_consts, body_consts = inputs[:cond_end], inputs[cond_end:body_end]
     results: Sequence[Any] = lax.while_loop(
         lambda state: cond(*cond_consts, *state)[0],

@@ -126,8 +126,8 @@ class Pieces:
         Args:
           name: of the function, or of what holds it.
           remats: the policies of the checkpoints that hold it, the innermost first.
-          kind: "body" for that of a loop, a branch or a checkpoint, "outer" for no body, "rule" for a function of a
-            custom_vjp, and what it holds: nobody differentiates it.
+          kind: "step" for the body of a loop, and what it holds, "body" for that of a branch or a checkpoint, "rule"
+            for a function of a custom_vjp, and what it holds: nobody differentiates it; "outer" for no body.
         """
         whole = without_constants(closed)
         if not has_products(whole.jaxpr):
@@ -197,8 +197,12 @@ class Pieces:
 
     def nested(self, remats: Sequence[Remat], kind: str) -> Nested:
         """Runs the bodies in a piece; those of jitted functions are as the piece is, no bodies of loops."""
-        body, own, rule = (functools.partial(self.function, kind=one) for one in ("body", kind, "rule"))
-        return Nested(rule if kind == "rule" else body, remats, own, rule)
+        own, rule = (functools.partial(self.function, kind=one) for one in (kind, "rule"))
+        if kind == "rule":
+            return Nested(rule, remats)
+        step = functools.partial(self.function, kind="step")
+        body = step if kind == "step" else functools.partial(self.function, kind="body")
+        return Nested(body, remats, own, rule, step)
 
     def _lifted(
         self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
@@ -218,6 +222,7 @@ class Pieces:
                 defers=defers,
                 implementation=self.options.implementation,
                 remats=remats,
+                is_step=kind == "step",
             )
             kept = 0 if most == float("inf") else kept_by_graph(found.graph)
             if remats and not _keeps_no_more(kept, most):

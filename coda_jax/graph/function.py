@@ -48,6 +48,7 @@ class Graph:
       keeps_joins: whether maps of several tiles are kept for the backward pass, and not computed again.
       answers: of policies of `jax.checkpoint`: what they do not keep the backward pass computes again. None without
         policies.
+      is_step: whether it is in the body of a loop: its leaves may be slices of arrays, which no array holds yet.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Graph:
     of_batch: Callable[[Any], Graph] | None = None
     keeps_joins: bool = True
     answers: Answers | None = None
+    is_step: bool = False
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         """The outputs' arrays, differentiable."""
@@ -97,6 +99,22 @@ class Graph:
             return x if leaf.has_halves else reshaped_as(x, (*rows, *leaf.shape[1:]))
 
         return {leaf: as_leaf(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)}
+
+    def behind_a_barrier(self, backward: Plan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves' arrays as a backward pass reads them.
+
+        Without a barrier XLA would keep what the forward pass made of leaves of which this pass makes the same, or what
+        it cast them to. The barrier is in front of the axes that values have: XLA copies an array that has other axes
+        before it than behind it. A loop's step has none: its forward pass is another loop's or its own, computed again,
+        and XLA would store each slice of stacked weights in their own dtype, beside what it casts the slice to.
+        """
+        if self.is_step:
+            return list(arrays)
+        made_again = {*backward.leaves_of_passes}
+        made_again |= self.weights & {x for of in backward.steps for x in of.product.inputs}
+        again = [i for i, x in enumerate(self.leaves) if x in made_again]
+        behind = dict(zip(again, lax.optimization_barrier([arrays[i] for i in again]), strict=True))
+        return [behind.get(i, x) for i, x in enumerate(arrays)]
 
     @functools.cached_property
     def _descriptions(self) -> dict[Plan, tuple[str, list[tuple[str, str]]]]:
@@ -326,14 +344,9 @@ class _Backward(Backward):
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
         (arrays, values, derivative), graph = kept, self.graph
         backward = derivative.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
-        made_again = {*backward.plan.leaves_of_passes}
-        made_again |= graph.weights & {x for of in backward.plan.steps for x in of.product.inputs}
-        again = [i for i, x in enumerate(graph.leaves) if x in made_again]
-        # Without a barrier XLA would keep what the forward pass made of these leaves, or what it cast them to. It is in
-        # front of their other axes: XLA makes a copy of an array that has these before it, and again its own behind it.
-        given = dict(zip(again, lax.optimization_barrier([arrays[i] for i in again]), strict=True))
+        arrays = graph.behind_a_barrier(backward.plan, arrays)
         known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
-        known |= graph.known([given.get(i, x) for i, x in enumerate(arrays)])
+        known |= graph.known(arrays)
         known |= {leaf: x for leaf, x in zip(backward.cotangents, cotangents, strict=True) if leaf is not None}
         each = list(zip(backward.leaf_cotangents, arrays, strict=True))
         dtypes = [x.dtype for of, x in each if of is not None]
