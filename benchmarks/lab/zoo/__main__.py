@@ -16,7 +16,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.lab.zoo import equinox, flax_examples, haiku, keras_models, linen_models, maxtext, t5x, tunix  # noqa: F401
+from benchmarks.lab.zoo import (  # noqa: F401
+    easydel,
+    equinox,
+    flax_examples,
+    haiku,
+    keras_models,
+    linen_models,
+    maxtext,
+    t5x,
+    tunix,
+)
 from benchmarks.lab.zoo.case import (
     DEVICES,
 )
@@ -81,3 +91,7 @@ def main() -> int:
             show(found)
             failed |= any(worse(one, found[0]) for one in found)
     return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
