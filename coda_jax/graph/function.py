@@ -110,7 +110,7 @@ class Graph:
         """
         if self.is_step:
             return list(arrays)
-        made_again = {*backward.leaves_of_passes}
+        made_again: set[Value] = {*backward.leaves_of_passes}
         made_again |= self.weights & {x for of in backward.steps for x in of.product.inputs}
         again = [i for i, x in enumerate(self.leaves) if x in made_again]
         behind = dict(zip(again, lax.optimization_barrier([arrays[i] for i in again]), strict=True))
