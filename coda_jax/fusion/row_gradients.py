@@ -78,7 +78,8 @@ def row_gradients(makers: Makers, least: int) -> Iterator[RowGradient]:
         if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None or dot.a is dot.b:
             continue
         is_kernel = dot.a.aval.dtype.itemsize == 2  # else the sums of logits are passes, as plain JAX has them
-        if is_kernel and z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= least:
+        is_wide = z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= least
+        if is_kernel and is_wide and _may_be_softmax(makers, z):
             found = _GradientRegion(makers, next(iter(logits_of(makers, equation, z, dot)))).found()
             if found is not None:
                 yield found
@@ -121,6 +122,26 @@ class _GradientRegion(Region):
         """True for a product of factors, and with a result, as chunks have them."""
         dtype, out = self._logits.dot.a.aval.dtype, end.outvars[0].aval.dtype
         return all(x.aval.dtype == dtype for x in end.invars) and out.itemsize <= dtype.itemsize
+
+
+def _may_be_softmax(makers: Makers, z: Any) -> bool:
+    """True where exponentials are made and sums over the columns, between a product's result and other products.
+
+    Few results have both: the rows of all others need not be followed.
+    """
+    open_, seen, names = [z], {z}, set[str]()
+    while open_:
+        for equation in makers.readers(open_.pop()):
+            name = equation.primitive.name
+            if name == "exp" or (name == "reduce_sum" and is_over_last(equation)):
+                names.add(name)
+            if len(names) == 2:
+                return True
+            if name != "dot_general":
+                new = [x for x in equation.outvars if x not in seen]
+                seen.update(new)
+                open_ += new
+    return False
 
 
 def _has_softmax(equations: Sequence[Equation], is_wide: Any) -> bool:
