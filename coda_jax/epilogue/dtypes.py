@@ -87,6 +87,7 @@ OPERANDS = tuple(row.name for row in _ROWS if row.is_tile or row.is_vector)
 RESULTS = tuple(row.name for row in _ROWS if row.is_result)
 
 
+@functools.cache
 def row_of(dtype: Any) -> DType | None:
     """The row of a dtype, or of its name; None where it has none."""
     return TABLE.get(np.dtype(dtype).name)
@@ -104,6 +105,7 @@ def has_narrow_range(dtype: Any) -> bool:
     return row is not None and row.has_narrow_range
 
 
+@functools.cache
 def is_of_8_bits(dtype: Any) -> bool:
     """True for a float of 8 bits."""
     return np.dtype(dtype).name in FLOATS_OF_8_BITS

@@ -97,6 +97,9 @@ def hoisted(epilogue: Epilogue, operands: Sequence[Any], captured: Sequence[Any]
 
     user_names = epilogue.program.user_names
     assert user_names is not None
+    if not captured:
+        shapes = tuple(None if x is None else x.shape for x in operands)
+        rest.traced = epilogue.parts.setdefault(("rest", shapes), {})  # type: ignore[attr-defined]
     _name(rest, epilogue, [*map(user_names.operand, kept), *(f"hoisted_{i}" for i in range(len(new_operands)))])
     return Hoisted(rest, kept, new_operands)
 

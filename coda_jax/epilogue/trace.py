@@ -2,15 +2,16 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.config import trace_context  # has no public name
 
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.assemble import assemble
@@ -29,6 +30,8 @@ from coda_jax.epilogue.values import Layout, NeedsLayout, NotTileLocalError, sam
 from coda_jax.epilogue.whole_maximum import merge_maxima
 
 _WIDEST_HEAD = 256  # columns of one that a tile has
+_MOST_TYPES = 4096
+_types: dict[Hashable, list[Any]] = {}  # of results, by functions' keys and all that a trace depends on
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,7 @@ class Epilogue:
       program: what the kernel runs; equal for equal mathematics.
       out_tree, out_avals: what the function returns; the flat avals have its dtypes.
       flat: its equations; functions with derivatives of their own are still calls.
+      parts: a cache, of the traces of functions that are parts of it.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Epilogue:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     flat: Flat
     _num_operands: int
+    parts: dict[Hashable, dict[Any, "Epilogue"]] = field(default_factory=dict)
 
     def call(self, acc: jax.Array, *arguments: jax.Array) -> list[jax.Array]:
         """The user's function, differentiable by JAX with its custom derivative rules, which `program` lacks.
@@ -77,7 +82,8 @@ class Epilogue:
         acc = flat.avals[0]
         out_avals = (*self.out_avals, jax.ShapeDtypeStruct(acc.shape, acc.dtype))
         out_tree = jax.tree.structure([0] * len(out_avals))
-        return replace(self, program=self.program.with_acc(), out_tree=out_tree, out_avals=out_avals, flat=flat)
+        program = self.program.with_acc()
+        return replace(self, program=program, out_tree=out_tree, out_avals=out_avals, flat=flat, parts={})
 
 
 def trace(
@@ -107,6 +113,8 @@ def trace(
       ValueError: operands by group and groups that do not go together.
     """
     known: dict[Any, Epilogue] | None = getattr(f, "traced", None)
+    if f is None and group_offsets is None and isinstance(acc, jax.core.ShapedArray):
+        return _bare(acc, jax.sharding.get_abstract_mesh()), ()
     if f is None or known is None or group_offsets is not None:
         return _traced(f, acc, operands, group_offsets)
     key = (acc, *operands), jax.sharding.get_abstract_mesh()
@@ -202,6 +210,12 @@ def _identity(acc: jax.Array) -> jax.Array:
     return acc
 
 
+@lru_cache(maxsize=4096)
+def _bare(acc: Any, _: Any) -> Epilogue:
+    """The epilogue of a product of this type that has none, beside a mesh."""
+    return _traced(_identity, acc, (), None)[0]
+
+
 def _initial_layout(arrays: Sequence[Any], n: Any) -> Layout:
     """Acc is a half where an array has twice its columns."""
     shapes = [(1, *x.array.shape[1:]) if isinstance(x, Marked) else x.shape for x in arrays]
@@ -220,10 +234,24 @@ def _parameter_names(f: Callable[..., Any], count: int) -> list[str]:
     return [positional[i] if i < len(positional) else str(i) for i in range(count)]
 
 
-def types_of(f: Callable[..., Any], *args: Any) -> list[Any]:
-    """Types of f's flat outputs. jax.eval_shape loses their mesh inside a shard_map that leaves some axes to XLA."""
-    # JAX keeps something of each trace for as long as the function that it was given lives.
-    return list(jax.make_jaxpr(lambda *given: f(*given))(*args).out_avals)
+def types_of(f: Callable[..., Any], *args: Any, key: Hashable = None) -> list[Any]:
+    """Types of f's flat outputs. jax.eval_shape loses their mesh inside a shard_map that leaves some axes to XLA.
+
+    Args:
+      f: a function of these arguments, which are trees of arrays, or of their types.
+      key: functions with equal keys have equal types, and are traced once for arguments of equal types; None: always.
+    """
+    if key is None:
+        # JAX keeps something of each trace for as long as the function that it was given lives.
+        return list(jax.make_jaxpr(lambda *given: f(*given))(*args).out_avals)
+    leaves, tree = jax.tree.flatten(args)
+    types = tuple(x if isinstance(x, jax.core.ShapedArray | jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
+    known = key, tree, types, jax.sharding.get_abstract_mesh(), trace_context()
+    if known not in _types:
+        if len(_types) >= _MOST_TYPES:
+            _types.clear()
+        _types[known] = types_of(f, *args)
+    return list(_types[known])
 
 
 def _avals(acc: Any, operands: Sequence[Operand], arrays: Sequence[Any]) -> list[Any]:

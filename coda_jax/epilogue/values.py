@@ -147,6 +147,8 @@ Value = Local | Finished | Stacked
 
 def same_size(a: Any, b: Any) -> bool:
     """Equality of dimensions; False for symbolic ones that cannot be compared."""
+    if type(a) is type(b) is int:
+        return bool(a == b)
     if isinstance(a, int | np.integer) and isinstance(b, int | np.integer):
         return int(a) == int(b)
     return type(a) is type(b) and bool(a == b)

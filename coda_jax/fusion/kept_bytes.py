@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from coda_jax.fusion.alike import own_params
+from coda_jax.fusion.dots import variables
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.function import Graph
+from coda_jax.graph.on_mesh import typed
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.walk import equations
 
 
@@ -53,7 +59,78 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callabl
         return float("inf")
     arguments = set(jaxpr.invars)
     kept: set[Any] = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)} - arguments
-    return sum(math.prod(x.aval.shape) * (4 if is_key(x.aval) else np.dtype(x.aval.dtype).itemsize) for x in kept)
+    return sum(_bytes(x.aval) for x in kept)
+
+
+# Their results have tangents, and not JAX's symbol of zeros, wherever an argument has one.
+_SMOOTH = frozenset(
+    {
+        *("add", "add_any", "sub", "neg", "mul", "div", "dot_general", "max", "min", "select_n", "square", "integer_pow"),
+        *("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "rsqrt", "sqrt", "sin", "cos", "reduce_sum"),
+        *("broadcast_in_dim", "reshape", "squeeze", "transpose", "slice", "split", "concatenate"),
+        *("convert_element_type", "copy", "name"),
+    }
+)
+
+
+def surely_kept_by_jax(jaxpr: core.Jaxpr) -> Any:
+    """Bytes that jax.vjp of a straight jaxpr keeps at least; equations that are alike are differentiated once.
+
+    It counts what equations of `_SMOOTH` keep, between arguments and results that they alone connect.
+    """
+    every: Sequence[Any] = jaxpr.eqns
+    varied: set[Any] = {x for x in jaxpr.invars if _has_tangent(x)}
+    smooth = []
+    for equation in every:
+        flags = tuple(_has_tangent(x) and x in varied for x in equation.invars)
+        if equation.primitive.name in _SMOOTH and any(flags) and all(map(_has_tangent, equation.outvars)):
+            varied.update(equation.outvars)
+            smooth.append((equation, flags))
+    read, arguments = set(variables(jaxpr.outvars)), set(jaxpr.invars)
+    arrays, own = set[Any](), 0
+    for equation, flags in reversed(smooth):
+        if not read.isdisjoint(equation.outvars):
+            read.update(itertools.compress(equation.invars, flags))
+            types = tuple(typed(x.aval) for x in equation.invars)
+            try:
+                kept, more = _kept_by_equation(equation.primitive, own_params(equation), types, flags)
+            except TypeError:  # a parameter has no hash
+                continue
+            atoms = [*equation.invars, *equation.outvars]
+            arrays.update(variables(atoms[i] for i in kept))
+            own += more
+    return own + sum(_bytes(x.aval) for x in arrays - arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_by_equation(
+    primitive: core.Primitive, params: Sequence[tuple[str, Any]], types: Sequence[Any], flags: Sequence[bool]
+) -> tuple[tuple[int, ...], Any]:
+    """The atoms of an equation that its derivative by these arguments keeps, by number, and the bytes of other arrays."""
+
+    def function(*arrays: jax.Array) -> tuple[Sequence[Any], list[jax.Array]]:
+        def of_varied(*varied: jax.Array) -> Sequence[Any]:
+            given = iter(varied)
+            inputs = [next(given) if flag else x for x, flag in zip(arrays, flags, strict=True)]
+            return bind(primitive, inputs, dict(params))
+
+        outputs, pullback = jax.vjp(of_varied, *itertools.compress(arrays, flags))
+        return outputs, jax.tree.leaves(pullback)
+
+    closed, (outputs, kept) = jax.make_jaxpr(function, return_shape=True)(*types)
+    known = {x: i for i, x in enumerate([*closed.jaxpr.invars, *closed.jaxpr.outvars[: len(outputs)]])}
+    found = dict.fromkeys(variables(closed.jaxpr.outvars[len(outputs) :]))
+    own = sum(_bytes(x.aval) for x in found if x not in known)
+    return tuple(known[x] for x in found if x in known), own
+
+
+def _has_tangent(x: Any) -> bool:
+    """True for a variable of floats."""
+    return not isinstance(x, core.Literal) and not is_key(x.aval) and is_float(x.aval.dtype)
+
+
+def _bytes(aval: Any) -> Any:
+    return math.prod(aval.shape) * (4 if is_key(aval) else np.dtype(aval.dtype).itemsize)
 
 
 def _is_offloading(equation: core.JaxprEqn) -> bool:

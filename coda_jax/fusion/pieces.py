@@ -16,7 +16,7 @@ from jax.extend import core
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
-from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax
+from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax, surely_kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import LEAST_VOCABULARY, with_losses
 from coda_jax.fusion.loss_gradient import with_loss_gradients
@@ -29,6 +29,7 @@ from coda_jax.fusion.row_factors import with_factors_behind
 from coda_jax.fusion.row_views import with_rows_in_front
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
+from coda_jax.graph.function import Graph
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
 from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
@@ -210,7 +211,10 @@ class Pieces:
         """The graph of a piece, the first whose backward pass keeps as little as it may; or why there is none."""
         is_differentiated = kind != "rule" and not is_derivative(flat.jaxpr)  # else nobody does it again
         has_most = self.options.memory == "same" and is_differentiated
-        most = kept_by_jax(flat, arrays, next(iter(remats), None)) if has_most else float("inf")
+        least = surely_kept_by_jax(flat.jaxpr) if has_most and not remats else 0
+        most = functools.cache(
+            lambda: kept_by_jax(flat, arrays, next(iter(remats), None)) if has_most else float("inf")
+        )
         reason, before = "", len(self.made)
         for defers in dict.fromkeys((self.options.defer_norms, False)):
             found = lifted(
@@ -224,17 +228,19 @@ class Pieces:
                 remats=remats,
                 is_step=kind == "step",
             )
-            kept = 0 if most == float("inf") else kept_by_graph(found.graph)
-            if remats and not _keeps_no_more(kept, most):
-                found = dataclasses.replace(found, graph=found.graph.keeping_least())
-                kept = kept_by_graph(found.graph)
             if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
                 reason = "complex numbers pass between its products"
-            elif most == float("inf") or _keeps_no_more(kept, most):
+            elif (least and _keeps_surely_no_more(found.graph, least)) or most() == float("inf"):
                 return found, ""
             else:
+                kept = kept_by_graph(found.graph)
+                if remats and not _keeps_no_more(kept, most()):
+                    found = dataclasses.replace(found, graph=found.graph.keeping_least())
+                    kept = kept_by_graph(found.graph)
+                if _keeps_no_more(kept, most()):
+                    return found, ""
                 reason = f"its backward pass would keep {kept // 2**10} KiB; "
-                reason += f"as JAX derives it, it keeps {most // 2**10}"
+                reason += f"as JAX derives it, it keeps {most() // 2**10}"
             del self.made[before:]  # the bodies in it, which become pieces again where it is run
         return None, reason
 
@@ -247,6 +253,15 @@ def kernels_in(jaxpr: core.Jaxpr, around: str = "") -> Iterator[tuple[Equation, 
             yield equation, line
         for inner in inner_jaxprs(equation):
             yield from kernels_in(inner, line)
+
+
+def _keeps_surely_no_more(graph: Graph, least: Any) -> bool:
+    """True for a graph that keeps no more than JAX's derivative does at least; False where it has no derivative."""
+    try:
+        kept = kept_by_graph(graph)
+    except Exception:  # a rule of the user's may raise anything, as it does in JAX's
+        return False
+    return isinstance(kept, int) and isinstance(least, int) and _keeps_no_more(kept, least)
 
 
 def _keeps_no_more(kept: Any, most: Any) -> bool:

@@ -73,13 +73,14 @@ def row_gradients(makers: Makers, least: int) -> Iterator[RowGradient]:
     """The losses of products of at least so many columns that stand beside their gradients."""
     if not is_derivative(makers.jaxpr):
         return
+    before = _before_softmax(makers)
     for equation in dots_in(makers.jaxpr).values():
         z, dot = result_of(makers, equation)
         if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None or dot.a is dot.b:
             continue
         is_kernel = dot.a.aval.dtype.itemsize == 2  # else the sums of logits are passes, as plain JAX has them
         is_wide = z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= least
-        if is_kernel and is_wide and _may_be_softmax(makers, z):
+        if is_kernel and is_wide and z in before:
             found = _GradientRegion(makers, next(iter(logits_of(makers, equation, z, dot)))).found()
             if found is not None:
                 yield found
@@ -124,24 +125,21 @@ class _GradientRegion(Region):
         return all(x.aval.dtype == dtype for x in end.invars) and out.itemsize <= dtype.itemsize
 
 
-def _may_be_softmax(makers: Makers, z: Any) -> bool:
-    """True where exponentials are made and sums over the columns, between a product's result and other products.
+def _before_softmax(makers: Makers) -> set[Any]:
+    """The variables of which exponentials and sums over columns are made, before any other product.
 
-    Few results have both: the rows of all others need not be followed.
+    Few products' results are among them: the rows of all others need not be followed.
     """
-    open_, seen, names = [z], {z}, set[str]()
-    while open_:
-        for equation in makers.readers(open_.pop()):
-            name = equation.primitive.name
+    found: dict[Any, set[str]] = {}
+    for equation in reversed(makers.equations):
+        name = equation.primitive.name
+        if name != "dot_general":
+            names = set[str]().union(*(found.get(x, ()) for x in equation.outvars))
             if name == "exp" or (name == "reduce_sum" and is_over_last(equation)):
                 names.add(name)
-            if len(names) == 2:
-                return True
-            if name != "dot_general":
-                new = [x for x in equation.outvars if x not in seen]
-                seen.update(new)
-                open_ += new
-    return False
+            for x in variables(equation.invars) if names else ():
+                found.setdefault(x, set()).update(names)
+    return {x for x, names in found.items() if len(names) == 2}
 
 
 def _has_softmax(equations: Sequence[Equation], is_wide: Any) -> bool:

@@ -107,6 +107,9 @@ class Rows:
             self.counts.setdefault(result, dot.rows_a)
 
     def _follow(self, equation: Equation) -> None:
+        every = variables((*equation.invars, *equation.outvars))
+        if equation.primitive.name not in CUSTOM_DERIVATIVES and all(x in self.counts for x in every):
+            return
         counts = {self.of(x) for x in (*equation.invars, *equation.outvars)} - {0}
         if len(counts) != 1 or equation.primitive.name not in self._alone:
             return

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.graph.calls import Result, called
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
+
+_FLOAT32 = np.dtype(FLOAT32)
 
 
 def evaluate(
@@ -70,4 +73,5 @@ def _as_factor(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 def as_seen(x: jax.Array) -> jax.Array:
     """x as a map sees it."""
-    return x.astype(jnp.float32) if is_float(x.dtype) else x
+    is_same = x.dtype == _FLOAT32 and not jax.typeof(x).weak_type
+    return x.astype(jnp.float32) if is_float(x.dtype) and not is_same else x

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.rounding import rounded
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.graph.calls import Result, called
+from coda_jax.graph.calls import Call, Result, called
 from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.on_mesh import reshaped_as
@@ -110,6 +110,10 @@ class _Run:
     def __post_init__(self) -> None:
         self.passing: dict[Value, Part | Pieces] = {}
         self._by_xla = frozenset(self.plan.by_xla)
+        self._results: dict[Call, list[Result]] = {}  # of calls, that the plan asks for
+        for value in self.plan.by_xla:
+            if isinstance(value, Result):
+                self._results.setdefault(value.call, []).append(value)
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
         """As which the value lies in memory."""
@@ -175,7 +179,7 @@ class _Run:
 
     def _called(self, value: Result) -> dict[Value, jax.Array]:
         """The results of a value's call, and what its derivative keeps where the plan asks for that."""
-        of = [x for x in (value, *self.plan.by_xla) if isinstance(x, Result) and x.call is value.call]
+        of = [value, *self._results.get(value.call, ())]
         made = called(of, [self.known(x) for x in value.inputs])
         return {x: reshaped_as(array, self._shape_of(x)) for x, array in made.items()}
 

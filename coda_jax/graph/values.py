@@ -73,6 +73,8 @@ class Value:
         self.rounded: dict[tuple[np.dtype[Any], Value | None], tuple[Value, Value]] = {}
         self.amax: Value | None = None
         self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self._has_columns = len(self.shape) > 1 and not same_size(self.shape[-1], 1)
+        self._has_many_rows = len(self.shape) > 1 and not same_size(self.shape[-2], 1)
 
     def stored_as(self, dtype: Any) -> np.dtype[Any]:
         """The dtype in which it is stored in memory, where products have this dtype.
@@ -90,7 +92,7 @@ class Value:
         dtypes = {np.dtype(dtype if x is None else x) for x in self.made_of}
         return dtypes.pop() if len(dtypes) == 1 and len(self.shape) > 1 else np.dtype(FLOAT32)
 
-    @property
+    @functools.cached_property
     def type(self) -> jax.ShapeDtypeStruct:
         """The type as a map sees it."""
         return jax.ShapeDtypeStruct(self.shape, FLOAT32 if is_float(self.dtype) else self.dtype)
@@ -98,9 +100,7 @@ class Value:
     @property
     def is_tile(self) -> bool:
         """True if it has elements for rows and columns both."""
-        if len(self.shape) < 2 or same_size(self.shape[-1], 1):
-            return False
-        return self.has_one_row or not same_size(self.shape[-2], 1)
+        return self._has_columns and (self._has_many_rows or self.has_one_row)
 
 
 class Leaf(Value):
@@ -452,10 +452,12 @@ def reachable(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Valu
     return sorted(reached, key=lambda value: value.number)
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+@functools.cache
 def is_seen(dtype: Any) -> bool:
     """True for a dtype that maps see: integers of at most 32 bits, bools, and the floats that a kernel knows."""
     if not isinstance(dtype, np.dtype):  # keys of jax.random

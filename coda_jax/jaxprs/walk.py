@@ -59,9 +59,8 @@ def equations_in(jaxpr: core.Jaxpr, arguments: Any) -> tuple[list[tuple[core.Jax
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The jaxprs among an equation's parameters: the body of a loop, the branches of a cond, a jitted function."""
-    inner = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr))
-    jaxprs = (x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner)
-    return [x for x in jaxprs if isinstance(x, core.Jaxpr)]
+    inner = [x for x in jax.tree.leaves(equation.params) if isinstance(x, core.Jaxpr | core.ClosedJaxpr)]
+    return [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner]
 
 
 def executions(equation: core.JaxprEqn) -> int:

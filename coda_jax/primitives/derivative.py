@@ -185,7 +185,7 @@ def _traced(call: _Call) -> _Traced | _Rewritten:
 
     leaves, tree = jax.tree.flatten(arrays)
     arrays = jax.tree.unflatten(tree, vary(varying, *leaves))
-    acc, *types = types_of(matrices, *arrays)
+    acc, *types = types_of(matrices, *arrays, key=("matrices", options, along, rows))
     marked = [ByGroup(x) if i in by_group else x for i, x in enumerate(types)]
     traced, captured = trace(epilogue, acc, marked, offsets)
     if options.symmetric:

@@ -147,7 +147,8 @@ _traced_form = jax.jit(xla_form, static_argnames=("spec",))  # equal products ar
 
 def _types(*avals: Any, spec: GemmSpec) -> list[Any]:
     # Through JAX's own typing, so that shardings and the mesh axes over which a result varies are kept.
-    return types_of(functools.partial(_traced_form, spec=spec.replace(name="")), *avals)
+    spec = spec.replace(name="")
+    return types_of(functools.partial(_traced_form, spec=spec), *avals, key=spec)
 
 
 for _primitive in PRIMITIVES:

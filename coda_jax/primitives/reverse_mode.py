@@ -256,7 +256,7 @@ def _transpose(_: Any, *tangents: Any, name: str) -> list[Any]:
 
 for primitive, evaluate in ((_zero_p, _zero), (_tangent_p, _refuse)):
     primitive.def_impl(evaluate)
-    primitive.def_abstract_eval(lambda *_, **__: types_of(_zero)[0])
+    primitive.def_abstract_eval(lambda *_, **__: types_of(_zero, key="zero")[0])
 mlir.register_lowering(_zero_p, mlir.lower_fun(_zero, multiple_results=False))
 mlir.register_lowering(_tangent_p, _refuse)
 batching.fancy_primitive_batchers[_zero_p] = _batched_zero
