@@ -610,7 +610,8 @@ def test_bad_options_are_refused(options, error, words):
 
 def test_memory_is_a_gate(monkeypatch):
     loss, args = model("llama")
-    monkeypatch.setattr("coda_jax.fusion.pieces.kept_by_jax", lambda *_: 0)
+    for name in ("kept_by_jax", "surely_kept_by_jax"):
+        monkeypatch.setattr(f"coda_jax.fusion.pieces.{name}", lambda *_: 0)
     monkeypatch.setattr("coda_jax.fusion.pieces._VECTORS", 0)
     assert counts(coda.fuse(loss), *args)[1] == 0
     reasons = {one.reason for one in coda.fuse.report(loss, *args).products}

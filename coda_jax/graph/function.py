@@ -169,7 +169,8 @@ class Graph:
 
 
 def _run(graph: Graph, _: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
-    return run(graph.plan, graph.known(arrays), out_dtypes=graph.out_dtypes, **graph.pass_options(graph.plan))
+    options = graph.pass_options(graph.plan)  # JAX differentiates `Derivative.forward` in the place of this
+    return run(graph.plan, graph.known(arrays), out_dtypes=graph.out_dtypes, has_derivative=False, **options)
 
 
 @jax.tree_util.register_static

@@ -56,6 +56,7 @@ def run(
     implementation: str = "auto",
     names: Mapping[Value, str] | None = None,
     telling: Callable[[jax.Array], jax.Array] = lambda x: x,
+    has_derivative: bool = True,
 ) -> list[Any]:
     """The arrays of what the plan makes; a factor that is kept may be a tuple of these, pieces of one.
 
@@ -69,6 +70,7 @@ def run(
       names: for the policies of `jax.checkpoint`, of what lies in memory.
       telling: of the first product's first factor, or an output where there is no product: an identity that tells of
         the plan to who looks at the program, as long as the product is in it.
+      has_derivative: as in `product`.
     """
     stored: dict[Value, np.dtype[Any]] = {}  # the widest that is asked for
     for value, of in zip(plan.wanted, out_dtypes, strict=True):
@@ -80,7 +82,7 @@ def run(
     for i, step in enumerate(plan.steps):
         arguments = running.arguments(i, f"{name}_{i}")
         with at_line_of(source_of(step.product)):
-            outputs, _ = product(*arguments)
+            outputs, _ = product(*arguments, has_derivative=has_derivative)
             running.store(i, outputs)
     results = [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
     return results if plan.steps else _with_first(results, telling)

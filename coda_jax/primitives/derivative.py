@@ -30,7 +30,7 @@ from coda_jax.primitives.axes import (
     flat_rows,
 )
 from coda_jax.primitives.dtypes import check_gradient, compute_dtype, kept_dtype
-from coda_jax.primitives.gemm_primitive import bind_beside
+from coda_jax.primitives.gemm_primitive import bind, bind_beside
 from coda_jax.primitives.layout import laid_out
 from coda_jax.primitives.matrices import ArrayAxes
 from coda_jax.primitives.mesh_types import explicit_sharding, mesh_axes_of, partition_spec, vary, varying_axes
@@ -77,6 +77,7 @@ def product(
     group_sizes: jax.Array | GroupOffsets | None = None,
     *,
     sums_groups: bool = True,
+    has_derivative: bool = True,
 ) -> tuple[list[jax.Array], Epilogue]:
     """epilogue(a @ b, *operands), flat, and the traced epilogue, which sees matrices and vectors.
 
@@ -102,6 +103,7 @@ def product(
         group has. Or `GroupOffsets`, as `group_offsets` makes them of the sizes.
       sums_groups: whether reductions over rows, beside ragged M, are of each group; else the results are what they
         reduce, for each row.
+      has_derivative: False where nobody differentiates the product itself, as in a function with a rule of its own.
 
     Returns:
       Tiles with all axes of M and N, results of rows with those of M; columns' are (N,).
@@ -111,8 +113,12 @@ def product(
         call = traced.call
         restorations.append(traced.restored)
     spec, arrays = traced.spec, primitive_arguments(traced.arrays, traced.rows, traced.spec)
-    rule = _rule(traced.epilogue, traced.acc, traced.types, spec, traced.options)
-    outputs, found = rule.function(arrays)(rule.zero(arrays), *arrays), traced.epilogue
+    found = traced.epilogue
+    if has_derivative:
+        rule = _rule(found, traced.acc, traced.types, spec, traced.options)
+        outputs = rule.function(arrays)(rule.zero(arrays), *arrays)
+    else:
+        outputs = bind(*arrays, spec=spec)
     for restored in reversed(restorations):
         outputs, found = restored(outputs, found)
     return outputs, found
