@@ -65,7 +65,20 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callabl
 # Their results have tangents, and not JAX's symbol of zeros, wherever an argument has one.
 _SMOOTH = frozenset(
     {
-        *("add", "add_any", "sub", "neg", "mul", "div", "dot_general", "max", "min", "select_n", "square", "integer_pow"),
+        *(
+            "add",
+            "add_any",
+            "sub",
+            "neg",
+            "mul",
+            "div",
+            "dot_general",
+            "max",
+            "min",
+            "select_n",
+            "square",
+            "integer_pow",
+        ),
         *("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "rsqrt", "sqrt", "sin", "cos", "reduce_sum"),
         *("broadcast_in_dim", "reshape", "squeeze", "transpose", "slice", "split", "concatenate"),
         *("convert_element_type", "copy", "name"),
@@ -106,7 +119,7 @@ def surely_kept_by_jax(jaxpr: core.Jaxpr) -> Any:
 def _kept_by_equation(
     primitive: core.Primitive, params: Sequence[tuple[str, Any]], types: Sequence[Any], flags: Sequence[bool]
 ) -> tuple[tuple[int, ...], Any]:
-    """The atoms of an equation that its derivative by these arguments keeps, by number, and the bytes of other arrays."""
+    """The atoms of an equation that its derivative by these arguments keeps, by number; the bytes of other arrays."""
 
     def function(*arrays: jax.Array) -> tuple[Sequence[Any], list[jax.Array]]:
         def of_varied(*varied: jax.Array) -> Sequence[Any]:
@@ -117,7 +130,7 @@ def _kept_by_equation(
         outputs, pullback = jax.vjp(of_varied, *itertools.compress(arrays, flags))
         return outputs, jax.tree.leaves(pullback)
 
-    closed, (outputs, kept) = jax.make_jaxpr(function, return_shape=True)(*types)
+    closed, (outputs, _) = jax.make_jaxpr(function, return_shape=True)(*types)
     known = {x: i for i, x in enumerate([*closed.jaxpr.invars, *closed.jaxpr.outvars[: len(outputs)]])}
     found = dict.fromkeys(variables(closed.jaxpr.outvars[len(outputs) :]))
     own = sum(_bytes(x.aval) for x in found if x not in known)

@@ -6,6 +6,7 @@ Equations that move no bytes, such as reshapes, names and barriers, are no opera
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -76,6 +77,11 @@ class Operation:
     is_backward: bool
     is_attention: bool
     equation: core.JaxprEqn
+
+    @functools.cached_property
+    def has_inner(self) -> bool:
+        """Whether it has an inner function."""
+        return bool(inner_jaxprs(self.equation))
 
 
 @dataclasses.dataclass

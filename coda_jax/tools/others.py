@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,13 +59,14 @@ class OtherProduct:
 def products_of_others(graphs: Iterable[Graph], device: str | None = None) -> tuple[dict[OtherProduct, int], int]:
     """The products, with times on this kind of device, and how often each is executed; the number of attention's."""
     counts, in_attention = collections.Counter[OtherProduct](), 0
+    times_of: dict[Hashable, float | None] = {}
     for graph in graphs:
         for one in graph.operations:
             for equation, times, is_known in _products(one):
                 if one.is_attention:
                     in_attention += graph.times * times
                 else:
-                    counts[_other(equation, one.is_backward, is_known, device)] += graph.times * times
+                    counts[_other(equation, one.is_backward, is_known, device, times_of)] += graph.times * times
     return dict(counts), in_attention
 
 
@@ -80,10 +81,20 @@ def _products(one: Operation) -> Iterator[tuple[core.JaxprEqn, int, bool]]:
                     yield equation, times, False
 
 
-def _other(equation: core.JaxprEqn, is_backward: bool, is_known: bool, device: str | None) -> OtherProduct:
+def _other(
+    equation: core.JaxprEqn,
+    is_backward: bool,
+    is_known: bool,
+    device: str | None,
+    times_of: dict[Hashable, float | None],
+) -> OtherProduct:
+    """The product that an equation is; `times_of` has the times of products that are alike."""
     avals: list[Any] = [var.aval for var in (*equation.invars[:2], *equation.outvars)]
     a, b, out = (jax.core.ShapedArray(x.shape, x.dtype) for x in avals)
     is_known = is_known and all(isinstance(size, int) for x in (a, b, out) for size in x.shape)
+    us, key = None, (equation.primitive, str(equation.params.get("dimension_numbers")), a, b, out)
+    if is_known and device:
+        us = times_of[key] if key in times_of else times_of.setdefault(key, _us(equation, a, b, out, device))
     return OtherProduct(
         equation.primitive.name,
         a.str_short(),
@@ -93,7 +104,7 @@ def _other(equation: core.JaxprEqn, is_backward: bool, is_known: bool, device: s
         sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b, out)) if is_known else None,
         line_of(equation),
         is_backward,
-        _us(equation, a, b, out, device) if is_known and device else None,
+        us,
     )
 
 

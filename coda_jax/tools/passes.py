@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 
 from coda_jax.attend.primitive import FORMS
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation
-from coda_jax.jaxprs.walk import inner_jaxprs
 from coda_jax.tools.others import OTHERS
 
 _OWN_ATTENTION = {primitive.name for primitive in FORMS}
@@ -31,6 +30,8 @@ _ALONE = {
     *("scatter_min", "rng_bit_generator", "random_bits", "threefry2x32", "fft", "cholesky", "triangular_solve"),
     *("ffi_call", "pure_callback", "io_callback", "debug_callback", "custom_partitioning", "eigh", "lu", "qr", "svd"),
 }
+_NO_PASS = {*LOOPS, *_PRODUCTS, *COLLECTIVES}
+_NEVER_ALONE = {*_NO_PASS, "reduce"}
 _READS_SLICES = {"slice", "dynamic_slice", "gather", "split"}  # they read no more of their input than they write
 _TRIVIAL = {"convert_element_type", "broadcast_in_dim", "transpose", "slice", "squeeze", "expand_dims", "iota"}
 
@@ -330,13 +331,12 @@ def is_pass(one: Operation) -> bool:
 
 
 def _is_fused(one: Operation) -> bool:
-    return not (one.is_attention or _is_alone(one) or one.name in {*LOOPS, *_PRODUCTS, *COLLECTIVES})
+    return not (one.is_attention or _is_alone(one) or one.name in _NO_PASS)
 
 
 def _is_alone(one: Operation) -> bool:
     """Whether it is a kernel of its own; so is any operation with an inner function, such as a Pallas kernel."""
-    other_names = {*LOOPS, *_PRODUCTS, *COLLECTIVES, "reduce"}
-    return one.name in _ALONE or (one.name not in other_names and bool(inner_jaxprs(one.equation)))
+    return one.name in _ALONE or (one.name not in _NEVER_ALONE and one.has_inner)
 
 
 def _is_reduction(one: Operation) -> bool:
