@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ class _Again:
     Attributes:
       derivative, names: as in `made_again`.
       tree: the structure of the results, each maybe of several arrays.
+      chosen: the numbers of the results that it is of, where nobody reads the others; None for all.
       batches: for each vmap around it, the innermost first, the batch axes of the results' arrays and of the graph's
         arguments, and the size of the batch.
     """
@@ -62,6 +64,7 @@ class _Again:
     derivative: Derivative
     names: tuple[str | None, ...]
     tree: Any
+    chosen: tuple[int, ...] | None = None
     batches: tuple[tuple[Sequence[int | None], Any], ...] = ()
 
     def kept(self, saveable: Callable[..., Any], types: Sequence[Any]) -> list[bool]:
@@ -102,8 +105,11 @@ class _Again:
                 x: of for (x, dtype, flag), of in zip(each, results, strict=True) if flag and self._is_given(x, dtype)
             }
             made = iter(run(plan, known, out_dtypes=wanted, **graph.pass_options(plan, "again")))
-            results = [of if flag else next(made) for of, flag in zip(results, given, strict=True)]
-            same: list[jax.Array] = _same_p.bind(*jax.tree.leaves(results), *arguments)  # none is an argument itself
+            each_result = zip(results, given, self.names, strict=True)
+            results = [of if flag else _named(next(made), name) for of, flag, name in each_result]
+            # None is an argument itself; a checkpoint in this one may keep others of them.
+            inner = dataclasses.replace(self, chosen=self.numbers, batches=())
+            same: list[jax.Array] = _again_p.bind(*jax.tree.leaves(results), *arguments, again=inner)
             return same
 
         function: Callable[..., list[jax.Array]] = again
@@ -112,18 +118,39 @@ class _Again:
             function = jax.vmap(function, (*chosen, *axes[len(flags) :]), out_axes=list(axes), axis_size=size)
         return function
 
+    def of_results(self, flags: Sequence[bool]) -> _Again:
+        """The same of these results alone."""
+        parts = itertools.compress(jax.tree.unflatten(self.tree, range(self.tree.num_leaves)), flags)
+        leaves, tree = jax.tree.flatten(list(parts))
+        batches = tuple(([*(axes[i] for i in leaves), *axes[self.tree.num_leaves :]], n) for axes, n in self.batches)
+        names, chosen = (tuple(itertools.compress(each, flags)) for each in (self.names, self.numbers))
+        return _Again(self.derivative, names, tree, chosen, batches)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the results that it is of."""
+        every = range(len(self.derivative.graph.outputs) + len(self.derivative.kept))
+        return tuple(every) if self.chosen is None else self.chosen
+
     @property
     def _values(self) -> list[Value]:
-        return [*self.derivative.graph.outputs, *self.derivative.kept]
+        every = [*self.derivative.graph.outputs, *self.derivative.kept]
+        return [every[i] for i in self.numbers]
 
     @property
     def _dtypes(self) -> list[Any]:
         graph = self.derivative.graph
-        return [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.derivative.kept)]
+        every = [*graph.out_dtypes, *(x.stored_as(graph.dtype) for x in self.derivative.kept)]
+        return [every[i] for i in self.numbers]
 
     def _is_given(self, x: Value, dtype: Any) -> bool:
         """True for a result whose array is the value's, as other products read it."""
         return not isinstance(x, Leaf) and dtype == x.stored_as(self.derivative.graph.dtype)
+
+
+def _named(x: Any, name: str | None) -> Any:
+    """A result, maybe of several arrays, with the name by which policies keep it."""
+    return x if name is None else jax.tree.map(functools.partial(checkpoint_name, name=name), x)
 
 
 def _keeps(saveable: Callable[..., Any], type_: Any, name: str) -> bool:
@@ -189,6 +216,23 @@ def _needed(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     return used, equation.replace(invars=arrays, outvars=results)
 
 
+def _needed_again(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """The equation of the results that are used; that of a forward pass of all, of which the others may be made."""
+    equation = rest[-1]
+    again: _Again = equation.params["again"]
+    count = again.tree.num_leaves
+    if not any(used[:count]):
+        return _needed(used, equation.replace(primitive=_same_p, params={}))
+    if again.chosen is None:
+        return [True] * len(used), equation
+    parts = jax.tree.unflatten(again.tree, used[:count])
+    results = [any(jax.tree.leaves(flags)) for flags in parts]
+    flags = [*again.flags(results), *[True] * (len(used) - count)]
+    arrays, outputs = (list(itertools.compress(each, flags)) for each in (equation.invars, equation.outvars))
+    shorter = equation.replace(invars=arrays, outvars=outputs, params={"again": again.of_results(results)})
+    return flags, shorter
+
+
 def _batched(
     axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None], *, again: _Again
 ) -> tuple[list[jax.Array], list[int | None]]:
@@ -219,4 +263,5 @@ for primitive in (_again_p, _same_p):
 batching.fancy_primitive_batchers[_again_p] = _batched
 batching.primitive_batchers[_same_p] = _batched_alike
 partial_eval.dce_rules[_same_p] = _needed
+partial_eval.dce_rules[_again_p] = _needed_again
 partial_eval.partial_eval_jaxpr_custom_rules[_again_p] = _partly_evaluated
