@@ -254,6 +254,31 @@ def test_what_holds_other_checkpoints_is_made_again_once(name, policy):
     assert largest_error(*gradients) < 1e-5
 
 
+@pytest.mark.parametrize("outer", ["dots", "names_of_products"])
+@pytest.mark.parametrize("inner", ["none", "dots", "names_behind_epilogues"])
+@pytest.mark.parametrize("body", ["two", "block"])
+def test_checkpoints_in_a_checkpoint_keep_what_it_makes_again(body, inner, outer):
+    """What the outer one makes again is kept by the inner one's policy; what both keep in a call is kept by both."""
+    layer = checkpointed(BODIES[body], inner)
+    f, args = loss_of(checkpointed(lambda w, x: repeated(lambda x: layer(w, x), x), outer)), (weights(), inputs())
+    (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)
+    assert max(fused) <= own
+    assert bytes_kept <= bytes_of_jax
+
+
+def test_values_of_checkpoints_in_a_checkpoint():
+    f = loss_of(checkpointed(lambda w, x: repeated(lambda x: checkpointed(block)(w, x), x), "names_of_products"))
+    args = weights(), inputs()
+    found, expected = (jax.jit(jax.grad(one, argnums=(0, 1)))(*args) for one in (coda.fuse(f), f))
+    assert largest_error(found, expected) < 1e-5
+    batch = weights(), jnp.stack([inputs(), 2 * inputs()])
+    found, expected = (
+        jax.jit(jax.grad(lambda w, x, g=g: jnp.sum(jax.vmap(g, (None, 0))(w, x)), argnums=(0, 1)))(*batch)
+        for g in (coda.fuse(f), f)
+    )
+    assert largest_error(found, expected) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["scan", "cond", "scan_and_product"])
 def test_parts_are_made_again_from_what_is_offloaded(name):
     f, args = loss_of(checkpointed(PARTS[name], "offloaded_names")), (weights(), inputs())

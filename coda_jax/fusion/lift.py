@@ -494,7 +494,8 @@ class Lift:
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
         call = Call(words_of_call(equations), closed, values, self.main, shapes, traces)
-        self._call_answers[call] = {} if policy is None else {policy: True}
+        alike = [] if policy is None else [x for x in answers if self._keep_alike(x, policy, equations)]
+        self._call_answers[call] = dict.fromkeys(alike, True)
         if answers and policy is None:
             self._kept_in_calls.add(call)
         if all(map(is_cheap, equations)):
@@ -533,6 +534,14 @@ class Lift:
         known, kept = self._without_products[remat], self._kept[remat]
         reads_maps = any(known.get(x, ARGUMENT) is not ARGUMENT and x not in kept for x in unit.inputs)
         return reads_maps and all(x in known for x in unit.results)
+
+    def _keep_alike(self, one: Remat, other: Remat, group: Sequence[Equation]) -> bool:
+        """True for policies that keep the same of a call."""
+        results = [x for e in group for x in e.outvars]
+        bodies = [body for e in group for body in inner_jaxprs(e)]
+        bodies += [body for outer in bodies for e, _ in equations(outer) for body in inner_jaxprs(e)]
+        is_same = all((x in self._kept[one]) == (x in self._kept[other]) for x in results)
+        return is_same and all(one.kept(body).keys() == other.kept(body).keys() for body in bodies)
 
     def _answers_in(self, group: Sequence[Equation]) -> list[Remat]:
         """The policies that keep something in a call."""
