@@ -123,7 +123,8 @@ class _Again:
         parts = itertools.compress(jax.tree.unflatten(self.tree, range(self.tree.num_leaves)), flags)
         leaves, tree = jax.tree.flatten(list(parts))
         batches = tuple(([*(axes[i] for i in leaves), *axes[self.tree.num_leaves :]], n) for axes, n in self.batches)
-        names, chosen = (tuple(itertools.compress(each, flags)) for each in (self.names, self.numbers))
+        names = tuple(itertools.compress(self.names, flags))
+        chosen = tuple(itertools.compress(self.numbers, flags))
         return _Again(self.derivative, names, tree, chosen, batches)
 
     @property
