@@ -172,12 +172,6 @@ def of_turned_means(w, x):
     return jnp.mean(jnp.sum(centred * centred, axis=-1) ** 2)
 
 
-def weighted(w, x):
-    y = product(w, x)
-    centred = (y - jnp.mean(y, axis=-1, keepdims=True)) * w["scale"][0]
-    return jnp.mean(jnp.sum(jnp.square(centred * jnp.arange(F)), axis=-1) ** 2)
-
-
 def of_third_powers(w, x):
     y = product(w, x)
     return jnp.mean(jnp.sum((y - jnp.mean(y, axis=-1, keepdims=True)) ** 3, axis=-1) ** 2)
@@ -209,7 +203,6 @@ OTHERS = (
     of_half_a_mean,
     along_other_axes,
     of_turned_means,
-    weighted,
     of_third_powers,
     of_two_variances,
     of_groups,
