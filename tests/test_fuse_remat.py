@@ -6,7 +6,8 @@ import pytest
 from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
 
 import coda_jax as coda
-from coda_jax.fusion.kept_bytes import kept_by_jax
+from coda_jax.fusion.kept_bytes import kept_by_jax, surely_kept_by_jax
+from coda_jax.fusion.straight import straight
 from coda_jax.jaxprs.walk import equations, jaxpr_of
 from tests import plain_models
 from tests.plain_models import Weights, loss_of, rms_norm
@@ -402,3 +403,12 @@ def test_explain_counts_as_few_bytes_and_products():
         found, plain = (coda.explain(jax.grad(one, argnums=(0, 1)), w, x, platform="cuda") for one in (coda.fuse(f), f))
         assert (found.kernels, found.others, plain.others) == (count, 0, count)
         assert found.totals.kept_bytes <= plain.totals.kept_bytes
+
+
+@pytest.mark.parametrize("name", plain_models.PLAIN)
+def test_bytes_that_jax_keeps_at_least_are_counted_without_a_trace(name):
+    loss, args = plain_models.model(name, jnp.bfloat16)
+    leaves = jax.tree.leaves(args)
+    closed = straight(jax.make_jaxpr(loss)(*args), leaves)
+    least, own = surely_kept_by_jax(closed.jaxpr), kept_by_jax(closed, leaves)
+    assert 0.5 * own < least <= own
