@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +85,34 @@ class _Orders:
                 made_of_products |= set(equation.outvars)
             if equation.primitive.name == "transpose":
                 transposes |= set(equation.outvars)
+        orders = {e.outvars[0]: e.params["permutation"] for e in jaxpr.eqns if e.primitive.name == "transpose"}
+        self._kept = {x for equation in jaxpr.eqns for x in self._read_transposed(equation, orders)}
+
+    def _read_transposed(self, dot: Equation, orders: Mapping[Any, Sequence[int]]) -> Iterator[Any]:
+        """The function's own transposes that a product cannot read as they lie: other products then read them too.
+
+        Args:
+          orders: of the axes of these transposes.
+        """
+        if dot.primitive.name != "dot_general" or orders.keys().isdisjoint(variables(dot.invars)):
+            return
+        (sums, _), is_read = dot.params["dimension_numbers"], dot.outvars[0] in self._read
+        ranks, ways = (
+            [x.aval.ndim for x in dot.invars],
+            [],
+        )  # of each factor whether as it lies, and the axes summed over
+        for x, own in zip(dot.invars, sums, strict=True):
+            order = None if isinstance(x, core.Literal) else orders.get(x)
+            ways.append([*([] if order is None else [(True, [order[axis] for axis in own])]), (False, own)])
+
+        def is_possible(pair: Sequence[tuple[bool, Sequence[int]]]) -> bool:
+            transposed = transposed_factors([own for _, own in pair], ranks)
+            return transposed is not None and not (pair[0][0] and transposed[0] and is_read)
+
+        possible = [pair for pair in itertools.product(*ways) if is_possible(pair)]
+        yield from (
+            x for i, x in enumerate(dot.invars) if len(ways[i]) > 1 and not any(pair[i][0] for pair in possible)
+        )
 
     def _note(self, dot: Equation, made_of_products: set[Any], transposes: set[Any]) -> None:
         """Adds a product to those that change: one of a transposed factor, or none of matrices as it stands."""
@@ -216,7 +244,8 @@ class _Orders:
     def _sources(self, x: Any, array: jax.Array) -> list[tuple[jax.Array, Sequence[int]]]:
         """The arrays that a factor is a transpose of, each with the order of its axes in it."""
         found: list[tuple[jax.Array, Sequence[int]]] = []
-        for known in (self._views, self._transposes):
+        stays = not (self.is_reordered or isinstance(x, core.Literal)) and x in self._kept
+        for known in (self._views,) if stays else (self._views, self._transposes):
             if id(array) in known:
                 found.append(known[id(array)][:2])
         if not isinstance(x, core.Literal) and x in self.turned:
