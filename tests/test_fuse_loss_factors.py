@@ -223,7 +223,7 @@ def test_rows_of_log_probabilities(name):
 
 
 def test_rows_beside_all_stay():
-    """Where all log-probabilities are read too, their rows are of no use."""
+    """Rows of log-probabilities are of no use where all of these are read too."""
     arrays, labels, _ = arguments((4, 16))
 
     def f(x, w):

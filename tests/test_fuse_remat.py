@@ -259,7 +259,7 @@ def test_what_holds_other_checkpoints_is_made_again_once(name, policy):
 @pytest.mark.parametrize("inner", ["none", "dots", "names_behind_epilogues"])
 @pytest.mark.parametrize("body", ["two", "block"])
 def test_checkpoints_in_a_checkpoint_keep_what_it_makes_again(body, inner, outer):
-    """What the outer one makes again is kept by the inner one's policy; what both keep in a call is kept by both."""
+    """The inner one's policy keeps what the outer one makes again; both keep what both keep in a call."""
     layer = checkpointed(BODIES[body], inner)
     f, args = loss_of(checkpointed(lambda w, x: repeated(lambda x: layer(w, x), x), outer)), (weights(), inputs())
     (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)

@@ -29,6 +29,7 @@ NUMBERS = {
     "turned": MuonDimensionNumbers(2, 0),  # (N, batch, K)
     "empty": MuonDimensionNumbers(1, 2),
 }
+NUMBERS_OF_MATRICES = {name: numbers is not None for name, numbers in NUMBERS.items()}
 SHAPES = {
     "wide": (24, 40),
     "tall": (40, 24),
@@ -97,6 +98,50 @@ def test_updates_are_those_of_optax(name):
     assert jax.tree.structure(state) == jax.tree.structure(expected_state)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state, expected_state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+def test_all_arguments():
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    ours = muon(
+        learning_rate=schedule,
+        ns_coeffs=((3.0, -3.2, 1.2), (2.8, -3.0, 1.2)),
+        ns_steps=2,
+        beta=0.9,
+        eps=1e-6,
+        weight_decay=0.1,
+        weight_decay_mask=NUMBERS_OF_MATRICES,
+        mu_dtype=jnp.float32,
+        nesterov=True,
+        adaptive=False,
+        preconditioning="frobenius",
+        adam_b1=0.8,
+        adam_b2=0.9,
+        adam_eps_root=1e-3,
+        adam_weight_decay=0.2,
+        adam_learning_rate=0.3,
+        muon_weight_dimension_numbers=NUMBERS,
+        consistent_rms=0.2,
+        precision="float32",
+    )
+    theirs = optax.contrib.muon(
+        schedule,
+        ((3.0, -3.2, 1.2), (2.8, -3.0, 1.2)),
+        2,
+        0.9,
+        1e-6,
+        0.1,
+        NUMBERS_OF_MATRICES,
+        jnp.float32,
+        adam_b1=0.8,
+        adam_b2=0.9,
+        adam_eps_root=1e-3,
+        adam_weight_decay=0.2,
+        adam_learning_rate=0.3,
+        muon_weight_dimension_numbers=NUMBERS,
+        consistent_rms=0.2,
+    )
+    params = normal(0)
+    assert distance(updates_of(ours, params)[0], updates_of(theirs, params)[0]) < 2e-5
 
 
 @pytest.mark.parametrize("numbers", ["none", "function", "prefix"])

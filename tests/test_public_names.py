@@ -48,6 +48,7 @@ MODULES = (  # what documents tell users to import
     "flax_layers.linen",
     "flax_layers.lora",
     "flax_layers.models",
+    "flax_layers.muon",
     "flax_layers.fp8",
     "flax_layers.remat",
     "flax_layers.sharding",
