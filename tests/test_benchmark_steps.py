@@ -14,6 +14,7 @@ from benchmarks import (
     hlo,
     library_models,
     loss_curve,
+    muon,
     report,
     sharded_step,
     timing,
@@ -153,6 +154,20 @@ def test_what_a_collective_leaves_exposed():
         "a": beside.OfClass(1, 4, 0, 0),
         "NCCL": beside.OfClass(1, 1, 0, 0),
     }
+
+
+def test_muon(tmp_path, monkeypatch, capsys):
+    options = ["--tiny", "--parameters=float32", "--layers=scanned", "--rounds=1", "--calls=1", f"--out={tmp_path}"]
+    assert muon.main([*options, "--commit=none"]) == 0
+    rows = {(row["program"], row["optimiser"]): row for row in rows_in(tmp_path)}
+    assert rows.keys() == {("update", name) for name in ("optax", "coda_jax")} | {
+        ("step", name) for name in ("sgd", "optax", "coda_jax")
+    }
+    assert 1e-4 < float(rows["update", "coda_jax"]["distance"]) < 0.05
+    assert all(float(row["ms"]) > 0 and float(row["temporaries_gib"]) > 0 for row in rows.values())
+    monkeypatch.setitem(muon.OPTIMISERS, "coda_jax", lambda rate, **given: muon.OPTIMISERS["optax"](-rate, **given))
+    assert muon.main([*options, "--programs=update", "--commit=none"]) == 1
+    assert "WRONG: coda_jax's update is 2 from optax's" in capsys.readouterr().err
 
 
 @pytest.mark.slow
