@@ -17,6 +17,7 @@ EPILOGUE = """struct Epilogue {
   static constexpr int acc_halves = 1;
   static constexpr int head = 0;
   static constexpr bool interleaved = false;
+  static constexpr bool symmetric = false;
   static constexpr coda::Section section[] = {{}};
   static constexpr coda::TileAccess tile_store[][1] = {{{.map = 2, .dtype = coda::DType::bf16}}};
   static constexpr coda::TransposedAccess transposed_store[] = {{}};

@@ -48,10 +48,12 @@ static void __syncthreads() { barrier(); }
 using namespace coda;
 
 struct Whole {
+  static constexpr bool symmetric = false;
   static constexpr int sections = 1;
   static constexpr Section section[1] = {{0, 0, 0}};
 };
 struct Parts {  // of 200 and 136 columns
+  static constexpr bool symmetric = false;
   static constexpr int sections = 2;
   static constexpr Section section[2] = {{0, 0, 200}, {0, 200, 336}};
 };
