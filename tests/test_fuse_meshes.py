@@ -520,7 +520,7 @@ def asked(z, *spec):
     return with_sharding_constraint(z, NamedSharding(meshes(), P(*spec)))
 
 
-CONSTRAINED = {
+CONSTRAINED_LOGITS = {
     "shifted": lambda z: asked(z, "data", None, "model")[:, :-1],
     "of_the_shifted": lambda z: asked(z[:, :-1], "data", None, "model"),
     "of_rows": lambda z: asked(z[:, 1:].reshape(-1, z.shape[-1]), "data").reshape(8, 3, -1),
@@ -530,9 +530,9 @@ CONSTRAINED = {
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("name", CONSTRAINED)
+@pytest.mark.parametrize("name", CONSTRAINED_LOGITS)
 def test_logits_that_are_changed_may_be_constrained(name, is_tied):
-    (w, x, labels, _), own = beside_products(), CONSTRAINED[name]
+    (w, x, labels, _), own = beside_products(), CONSTRAINED_LOGITS[name]
     head = jnp.sin(jnp.arange(1040 * 8.0)).reshape((1040, 8) if is_tied else (8, 1040))
 
     def loss(w, head, x):
