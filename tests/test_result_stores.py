@@ -74,7 +74,7 @@ def mirrored(x, case):
 def check(library, name, m, n, *, seed=0, blocks=2, has_extremes=False, **options):
     """Checks that results are those of XLA's form, bit for bit, but for the signs of NaN and of zero maxima.
 
-    Of symmetric results the kernel has other numbers above the diagonal, which it may not look at.
+    A kernel of symmetric results has other numbers above the diagonal, which it may not look at.
     """
     case = CASES[name]
     spec, made = case.kernel(m, n)

@@ -216,7 +216,7 @@ class _Orders:
     def _is_better(self, equation: Equation, inputs: Sequence[Any], factors: Sequence[_Factor]) -> bool:
         """Whether these factors make a product of matrices, and cost nothing elsewhere; true of those as they stand.
 
-        What the function itself transposes stays transposed where the result would have to be instead; where a product
+        A transpose of the function's own stays one where the result would have to be instead; where a product
         that is read would sum over rows, as that has no epilogue; and where it is a product of swapped factors itself.
         """
         (out,), (arrays, sums, rests) = equation.outvars, zip(*factors, strict=True)

@@ -118,7 +118,7 @@ class _Rewritten:
     def _is_moved(self, equation: Equation, product: _Product) -> bool:
         """True for a sum, or a pick, of one array that is made of logits, maybe with a one-hot one, whose factors move.
 
-        Of a number that is filled in for labels outside of the columns no factor of rows is behind.
+        No factor of rows stands behind a number that is filled in for labels outside of the columns.
         """
         operand, last = equation.invars[0].aval, equation.invars[0].aval.ndim - 1
         hot = [x for x in product.arrays if isinstance(x, core.Var) and one_hot(self._makers, x) is not None]
