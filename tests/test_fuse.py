@@ -225,7 +225,8 @@ def test_products_of_other_rows_in_one_function(f, door):
     loss = lambda w, x: jnp.mean(jnp.square(f(w["up"], w["down"], x)))  # noqa: E731
     found, expected = (jax.jit(g)(w, x) for g in (DOORS[door](loss), with_gradients(loss)))
     assert largest_error(found, expected) < 1e-5
-    assert counts(DOORS[door](loss), w, x)[0] == 0
+    # Beside its gradient down.T is read as it lies, and one product is one of rows.
+    assert counts(DOORS[door](loss), w, x)[0] == (f is of_sums_over_rows and door == "fuse(grad)")
 
 
 def test_a_derivative_of_a_scan_is_fused_whatever_its_own_would_keep():
