@@ -96,7 +96,7 @@ class _Orders:
         """
         if dot.primitive.name != "dot_general" or orders.keys().isdisjoint(variables(dot.invars)):
             return
-        (sums, _), is_read = dot.params["dimension_numbers"], dot.outvars[0] in self._read
+        sums, _ = dot.params["dimension_numbers"]
         ranks, ways = (
             [x.aval.ndim for x in dot.invars],
             [],
@@ -105,14 +105,25 @@ class _Orders:
             order = None if isinstance(x, core.Literal) else orders.get(x)
             ways.append([*([] if order is None else [(True, [order[axis] for axis in own])]), (False, own)])
 
-        def is_possible(pair: Sequence[tuple[bool, Sequence[int]]]) -> bool:
-            transposed = transposed_factors([own for _, own in pair], ranks)
-            return transposed is not None and not (pair[0][0] and transposed[0] and is_read)
-
-        possible = [pair for pair in itertools.product(*ways) if is_possible(pair)]
+        possible = [
+            pair
+            for pair in itertools.product(*ways)
+            if self._is_of_matrices(dot, [own for _, own in pair], ranks, as_it_lies=pair[0][0])
+        ]
         yield from (
             x for i, x in enumerate(dot.invars) if len(ways[i]) > 1 and not any(pair[i][0] for pair in possible)
         )
+
+    def _is_of_matrices(
+        self, dot: Equation, sums: Sequence[Sequence[int]], ranks: Sequence[int], *, as_it_lies: bool
+    ) -> bool:
+        """Whether factors that are read so make a product of matrices, which has an epilogue if it is read.
+
+        Args:
+          as_it_lies: whether the first one is, of a transpose.
+        """
+        transposed = transposed_factors(sums, ranks)
+        return transposed is not None and not (as_it_lies and transposed[0] and dot.outvars[0] in self._read)
 
     def _note(self, dot: Equation, made_of_products: set[Any], transposes: set[Any]) -> None:
         """Adds a product to those that change: one of a transposed factor, or none of matrices as it stands."""
@@ -221,9 +232,8 @@ class _Orders:
         """
         (out,), (arrays, sums, rests) = equation.outvars, zip(*factors, strict=True)
         ranks = [np.ndim(x) for x in arrays]
-        transposed = transposed_factors(sums, ranks)
         of_a, of_b = (id(x) in self._transposes and x is not array for x, array in zip(inputs, arrays, strict=True))
-        if transposed is None or (of_a and transposed[0] and out in self._read):
+        if not self._is_of_matrices(equation, sums, ranks, as_it_lies=of_a):
             return False
         if out in self._read_swapped and (of_a or of_b) and transposed_factors(sums[::-1], ranks[::-1]) is None:
             return False

@@ -46,8 +46,7 @@ BARE = Program((), Halves(), (), (), (), 0).with_acc()
 def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, form_of: FormOf) -> list[jax.Array]:
     """Stores and finished reductions of a device's shards, in a region where the plan's mesh axes are manual."""
     n_names, m_names = plan.over(Dimension.N), plan.over(Dimension.M)
-    if n_names or m_names:
-        spec = spec.general()
+    spec = _as_cut(spec, plan)
     over = {Axis.ROW: n_names, Axis.COLUMN: m_names, Axis.ALL: n_names + m_names}
     summed = plan.over(Dimension.K)
     if not summed:
@@ -60,6 +59,11 @@ def on_each_device(*arguments: jax.Array, spec: GemmSpec, plan: Plan, form_of: F
         stores, reductions = _sum_tiles(arguments, spec, plan, form_of)
     each = zip(spec.matrices.reduction_of_result, reductions, strict=True)
     return [*stores, *(across(reduction.op, x, over[reduction.axis]) for reduction, x in each)]
+
+
+def _as_cut(spec: GemmSpec, plan: Plan) -> GemmSpec:
+    """The product of a device: a general one where the mesh cuts the rows or columns of a symmetric one."""
+    return spec.general() if spec.symmetric and (plan.over(Dimension.N) or plan.over(Dimension.M)) else spec
 
 
 def sums_results(arguments: Sequence[Any], spec: GemmSpec, plan: Plan) -> bool:
@@ -250,8 +254,7 @@ def shard_of_types(avals: Sequence[Any], spec: GemmSpec) -> tuple[list[Any], Gem
     with jax.sharding.use_abstract_mesh(mesh_of(avals)):
         plan = plan_of_types(avals, types_of(functools.partial(xla_form, spec=spec), *avals), spec)
     shards = shards_of(avals, spec, plan)
-    if plan.over(Dimension.N) or plan.over(Dimension.M):
-        spec = spec.general()
+    spec = _as_cut(spec, plan)
     has_epilogue = not plan.over(Dimension.K) or sums_results(shards, spec, plan)
     return (shards, spec) if has_epilogue else (bare_arguments(spec, shards), bare(spec, shards))
 
