@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
@@ -64,6 +65,12 @@ class Logits:
         """The shape of the tokens."""
         rows: tuple[Any, ...] = next(iter(self.arrays)).aval.shape[:-1]
         return rows
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that they are rounded to: the product's, but float32 where a bias is added to that."""
+        rounded: np.dtype = self.product.outvars[0].aval.dtype
+        return rounded if self.bias is None else np.dtype(np.float32)
 
     @property
     def arguments(self) -> list[Any]:

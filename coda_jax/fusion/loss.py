@@ -304,7 +304,7 @@ def _sum(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
 def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
     """The values of the numbers of each token."""
     arrays, options, (is_outside, is_padding) = _arguments(site, values)
-    stats = statistics_of_any(*arrays, has_best=site.has_best, **options)
+    stats = statistics_of_any(*arrays, best_dtype=site.logits.dtype if site.has_best else None, **options)
     numbers = _numbers(site, stats, is_outside, is_padding)
     types = (x.aval for x in site.reads)
     return [x.astype(aval.dtype).reshape(aval.shape) for x, aval in zip(numbers, types, strict=True)]

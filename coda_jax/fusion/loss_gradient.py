@@ -217,7 +217,7 @@ class _Site:
         def of(*arrays: jax.Array) -> Any:
             known = values | dict(zip(varied, arrays, strict=True))
             found, options, masks = arguments_of(logits, self.wide.labels, known, is_clipped=bool(self.wide.is_clipped))
-            has_more = {"has_total": self.wide.has_total, "has_best": self.wide.has_best}
+            has_more = {"has_total": self.wide.has_total, "best_dtype": logits.dtype if self.wide.has_best else None}
             return found, options | has_more, masks
 
         one_loop = self._token_slopes is not None

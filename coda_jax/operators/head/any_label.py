@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from coda_jax.operators.head.arguments import (
     CHUNK_BYTES_BESIDE_A_COPY,
@@ -36,7 +37,7 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
     Args:
       x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
       options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap;
-        has_total, has_best: which statistics there are beside lse and target.
+        has_total: whether the sum of the logits is a statistic too; best_dtype: as in `LossHead`.
     """
     name = "token_logprobs"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
@@ -78,7 +79,7 @@ def _arguments(
     bias: jax.Array | None = None,
     soft_cap: float | jax.Array | None = None,
     has_total: bool = False,
-    has_best: bool = False,
+    best_dtype: np.dtype | None = None,
 ) -> HeadArguments:
     arguments = head_arguments(
         operator,
@@ -91,7 +92,8 @@ def _arguments(
         dtype=None,
         implementation="auto",
     )
-    arguments = arguments._replace(head=dataclasses.replace(arguments.head, has_total=has_total, has_best=has_best))
+    head = dataclasses.replace(arguments.head, has_total=has_total, best_dtype=best_dtype)
+    arguments = arguments._replace(head=head)
     return arguments if bias is None else _with_bias(arguments, bias)
 
 

@@ -52,7 +52,8 @@ class LossHead:
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
       soft_cap: c above where it is a number.
-      has_total, has_entropy, has_best: which statistics there are beside lse and target.
+      has_total, has_entropy: which statistics there are beside lse and target.
+      best_dtype: of the logits among which the largest is looked for; None where it is not.
       scale_has_gradient: whether 1 / T is differentiated.
       all_chunks: whether also those chunks are worked on that a mask leaves empty: then the loop can be differentiated.
       dtype: of the products' inputs.
@@ -68,7 +69,7 @@ class LossHead:
     soft_cap: float | None = None
     has_total: bool = False
     has_entropy: bool = False
-    has_best: bool = False
+    best_dtype: np.dtype | None = None
     scale_has_gradient: bool = False
     all_chunks: bool = False
     axes: tuple[str, ...] = ()
@@ -211,7 +212,7 @@ class LossHead:
         `EntropyHead` guesses it.
         """
         is_one = labels.ndim == 1
-        keep = keep or self._reads_logits(labels)
+        keep = keep or self._reads_logits(labels) or self.best_dtype is not None
 
         def loss_sums(acc: jax.Array, labels: Any, scale: Any, cap: Any) -> list[jax.Array]:
             y = curve.for_tile(scale, cap).of(acc)
@@ -240,7 +241,7 @@ class LossHead:
             sums = [self._candidates(z, labels, curve), *sums]
         target, *total = (across(ReductionOp.SUM, x, self.axes) for x in sums)
         entropy = self._entropy(z, lse, curve) if self.has_entropy else None
-        best = self._best(z, curve) if self.has_best else None
+        best = None if self.best_dtype is None else self._best(z, self.best_dtype, curve)
         return Statistics(lse, target, total[0] if total else None, entropy, best), z
 
     def _candidates(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
@@ -249,8 +250,10 @@ class LossHead:
         picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
         return jnp.where(inside, curve.of(picked), 0.0)
 
-    def _best(self, z: jax.Array, curve: LogitCurve) -> jax.Array:
+    def _best(self, z: jax.Array, dtype: np.dtype, curve: LogitCurve) -> jax.Array:
         """The column of each token's largest logit, as float32, which holds all numbers below 2^24."""
+        if dtype.itemsize < z.dtype.itemsize:
+            z = lax.reduce_precision(z, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
         y = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, curve.of(z), -jnp.inf)
         largest, column = jnp.max(y, axis=1), jnp.argmax(y, axis=1).astype(jnp.int32)
         if self.axes:
@@ -365,11 +368,13 @@ class LossHead:
         return chunk_size(rows, self.columns * np.dtype(dtype).itemsize, self.chunk_bytes)
 
     def _reads_logits(self, labels: jax.Array) -> bool:
-        return self.has_entropy or self.has_best or labels.ndim > 1
+        return self.has_entropy or labels.ndim > 1
 
     def _logits_dtype(self, labels: jax.Array) -> np.dtype:
-        """The dtype of a chunk's logits: float32 where a statistic is read from them, not only their cotangent."""
-        return np.dtype(jnp.float32) if self._reads_logits(labels) else np.dtype(kept_dtype(self.dtype))
+        """The dtype of a chunk's logits: float32 where a sum is read from them, not only their cotangent."""
+        narrow = np.dtype(kept_dtype(self.dtype))
+        is_wide = self._reads_logits(labels) or self.best_dtype not in (None, narrow)
+        return np.dtype(jnp.float32) if is_wide else narrow
 
     def _joined(self, kernel: Kernel) -> jax.Array:
         """[W; B] in the compute dtype, padded."""
@@ -394,7 +399,7 @@ class LossHead:
         """Zeros that vary over the same mesh axes as a chunk's statistics: not over those that shard W."""
         axes = varying_axes(*jax.tree.leaves((tokens, kernel))) - set(self.axes)
         rows, target = (vary(axes, jnp.zeros(shape, jnp.float32))[0] for shape in (labels.shape[:1], labels.shape))
-        has_more = (self.has_total, self.has_entropy, self.has_best)
+        has_more = (self.has_total, self.has_entropy, self.best_dtype is not None)
         return Statistics(rows, target, *(rows if is_asked else None for is_asked in has_more))
 
     def _no_gradients(self, tokens: Tokens, kernel: Kernel, *, is_single: bool) -> tuple[Tokens, Kernel]:

@@ -59,7 +59,7 @@ def weighted_sum(
 def _statistics(head: LossHead, *arguments: Any, name: str) -> Statistics:
     def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
         each: Any = Result()
-        has_more = (head.has_total, head.has_entropy, head.has_best)
+        has_more = (head.has_total, head.has_entropy, head.best_dtype is not None)
         results = Statistics(each, each, *(each if is_asked else None for is_asked in has_more))
         stats: Statistics = _on_devices(head, "statistics", (tokens, kernel, labels, mask), results)
         return stats
