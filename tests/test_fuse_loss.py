@@ -759,6 +759,36 @@ def test_an_accuracy_beside_a_loss(name):
     assert kept[0] < kept[1] / 4
 
 
+ENTROPIES = {  # of each token's distribution
+    "of_exponentials": lambda z: -jnp.sum(jnp.exp(jax.nn.log_softmax(z)) * jax.nn.log_softmax(z), axis=-1),
+    "of_softmax": lambda z: -jnp.sum(jax.nn.log_softmax(z) * jax.nn.softmax(z), axis=-1),
+    "of_logits": lambda z: jax.nn.logsumexp(z, axis=-1) - jnp.sum(jax.nn.softmax(z) * z, axis=-1),
+}
+
+
+@pytest.mark.parametrize("is_differentiated", [True, False], ids=["", "beside"])
+@pytest.mark.parametrize("name", ENTROPIES)
+def test_an_entropy_in_a_loss(name, is_differentiated):
+    """A bonus for entropy, as policies are trained with, or its mean beside the loss."""
+    x, w, labels = sizes()
+
+    def f(x, w):
+        z = PADDINGS["number"](widened(x @ w)) if name == "of_softmax" else widened(x @ w)
+        entropy = jnp.mean(ENTROPIES[name](z))
+        loss = jnp.mean(LOSSES["log_softmax"](z, labels))
+        return (loss - 0.1 * entropy, 0.0) if is_differentiated else (loss, entropy)
+
+    def with_gradients(f):
+        return jax.value_and_grad(f, argnums=(0, 1), has_aux=True)
+
+    found, expected = (jax.jit(with_gradients(g))(x, w) for g in (coda.fuse(f), f))
+    assert largest_error(found, expected) < 1e-5
+    products = coda.fuse.report(f, x, w).products
+    assert [one.epilogue for one in products] == [("linear_cross_entropy" if is_differentiated else "token_logprobs",)]
+    kept = [coda.explain(with_gradients(g), x, w, platform="cuda").totals.kept_bytes for g in (coda.fuse(f), f)]
+    assert kept[0] < kept[1] / 2
+
+
 @pytest.mark.parametrize("name", ["integer_labels", "one_hot"])
 def test_passes_of_an_accuracy_beside_a_loss(name):
     """A chunk's logits are kept in the dtype that they are rounded to; in float32 they were more than all others."""

@@ -3,6 +3,7 @@
     z = x w,   log(sum_v exp(z[v] - c)) + c,   z[label],   (z - c - log(sum_v exp(z[v] - c)))[label]
 
 These are the log-sum-exp, the label's logit and the log-probability, whatever c is: JAX subtracts the largest logit.
+Beside these sum_v p[v] log(p[v]) and sum_v p[v] z[v], of the probabilities p, may be read: the entropy says them.
 The label is picked by a gather along the vocabulary, or by a sum with its one-hot array. `logits` says what may be done
 to the product before. They become the statistics of `token_logprobs`; where a function of each token's is only summed
 over all tokens, `linear_cross_entropy`, which forms the gradient in the forward pass. No array of all logits is made
@@ -70,11 +71,18 @@ class _Total:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Mean:
+    """The sum of logits or log-probabilities, each times its probability; `is_of_logits` as in `_Pick`."""
+
+    is_of_logits: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class _Best:
     """The column of the largest logit."""
 
 
-_Read = _Pick | _Total | _Best | None  # None for a log-sum-exp
+_Read = _Pick | _Total | _Mean | _Best | None  # None for a log-sum-exp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +133,11 @@ class _Site:
     def has_total(self) -> bool:
         """Whether a sum over the vocabulary is read."""
         return any(isinstance(one, _Total) or (isinstance(one, _Pick) and one.off != 0) for one in self.reads.values())
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether a mean by the probabilities is read."""
+        return any(isinstance(one, _Mean) for one in self.reads.values())
 
     @property
     def has_best(self) -> bool:
@@ -249,7 +262,7 @@ def _arguments(site: _Site, values: dict[Any, Any]) -> Any:
     """`arguments_of` a loss."""
     is_clipped = any(isinstance(one, _Pick) and one.outside is None for one in site.reads.values())
     arrays, options, masks = arguments_of(site.logits, site.labels, values, is_clipped=is_clipped)
-    return arrays, {**options, "has_total": site.has_total}, masks
+    return arrays, {**options, "has_total": site.has_total, "has_entropy": site.has_entropy}, masks
 
 
 def _numbers(site: _Site, stats: Statistics, is_outside: Any, is_padding: Any) -> list[jax.Array]:
@@ -267,6 +280,9 @@ def _number(one: _Read, vocabulary: Any, stats: Statistics, is_outside: jax.Arra
     if isinstance(one, _Best):
         best: jax.Array = stats.best
         return best
+    if isinstance(one, _Mean):
+        mean: jax.Array = stats.lse - stats.entropy if one.is_of_logits else -stats.entropy
+        return mean
     if isinstance(one, _Total):
         total: jax.Array = stats.total if one.is_of_logits else stats.total - vocabulary * stats.lse
         return total
@@ -339,13 +355,14 @@ def may_sum(logits: Logits) -> bool:
 
 def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     """The numbers of each token that are made of these logits; those with another pick's labels are left."""
-    logprobs, totals = set[Any](), list[Any]()
+    logprobs, totals, probabilities = set[Any](), list[Any](), set[Any]()
     for difference in makers.read_by(logits.arrays, "sub"):
         left, shift = difference.invars
         if not among(left, logits.arrays) or isinstance(shift, core.Literal) or shift.aval.shape[-1:] != (1,):
             continue
         (shifted,) = difference.outvars
-        for sums in _sums_of_exponentials(makers, shifted):
+        for exponentials, sums in _sums_of_exponentials(makers, shifted):
+            probabilities |= _quotients(makers, exponentials, sums)
             for logarithm in _logarithms(makers, sums):
                 logprobs |= _differences(makers, {shifted}, logarithm)
                 totals += _log_sum_exps(makers, shift, logarithm)
@@ -359,8 +376,13 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     same = {x: one for x, one in picks.items() if first and one.labels is first.labels}
     of_columns = {x: _Total(True) for x in _sums(makers, logits.arrays)}
     of_columns |= {x: _Total(False) for x in _sums(makers, logprobs)}
+    for exponential in makers.read_by(logprobs, "exp"):
+        probabilities |= makers.casts(exponential.outvars[0])
+    means = {x: _Mean(True) for x in _means(makers, logits.arrays, probabilities)}
+    means |= {x: _Mean(False) for x in _means(makers, logprobs, probabilities)}
     best = [e for e in makers.read_by(logits.arrays | logprobs, "argmax") if is_over_last(e)]
-    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **of_columns, **{e.outvars[0]: _Best() for e in best}}
+    columns = {e.outvars[0]: _Best() for e in best}
+    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **of_columns, **means, **columns}
     return reads
 
 
@@ -369,11 +391,31 @@ def _sums(makers: Makers, arrays: Collection[Any]) -> list[Any]:
     return [e.outvars[0] for e in makers.read_by(arrays, "reduce_sum") if is_over_last(e)]
 
 
-def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[set[Any]]:
+def _means(makers: Makers, arrays: Collection[Any], probabilities: Collection[Any]) -> Iterator[Any]:
+    """The sums over the last axis of the arrays times probabilities."""
+    for product in makers.read_by(arrays, "mul"):
+        others = [x for x in product.invars if not among(x, arrays)]
+        if len(others) == 1 and among(others[0], probabilities):
+            yield from _sums(makers, makers.casts(product.outvars[0]))
+
+
+def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[tuple[set[Any], set[Any]]]:
+    """The exponentials, and their sums over the last axis."""
     for exponential in makers.read_by({shifted}, "exp"):
-        for total in makers.read_by(makers.casts(exponential.outvars[0]), "reduce_sum"):
+        exponentials = makers.casts(exponential.outvars[0])
+        for total in makers.read_by(exponentials, "reduce_sum"):
             if is_over_last(total):
-                yield makers.views(total.outvars[0])
+                yield exponentials, makers.views(total.outvars[0])
+
+
+def _quotients(makers: Makers, arrays: Collection[Any], columns: set[Any]) -> set[Any]:
+    """The arrays over a column, and what they are cast to."""
+    found = set[Any]()
+    for quotient in makers.read_by(arrays, "div"):
+        left, right = quotient.invars
+        if among(left, arrays) and among(right, columns) and right.aval.shape[-1:] == (1,):
+            found |= makers.casts(quotient.outvars[0])
+    return found
 
 
 def _logarithms(makers: Makers, sums: set[Any]) -> Iterator[set[Any]]:

@@ -37,7 +37,7 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
     Args:
       x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
       options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap;
-        has_total: whether the sum of the logits is a statistic too; best_dtype: as in `LossHead`.
+        has_total, has_entropy: whether these are statistics too; best_dtype: as in `LossHead`.
     """
     name = "token_logprobs"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
@@ -79,6 +79,7 @@ def _arguments(
     bias: jax.Array | None = None,
     soft_cap: float | jax.Array | None = None,
     has_total: bool = False,
+    has_entropy: bool = False,
     best_dtype: np.dtype | None = None,
 ) -> HeadArguments:
     arguments = head_arguments(
@@ -92,7 +93,8 @@ def _arguments(
         dtype=None,
         implementation="auto",
     )
-    head = dataclasses.replace(arguments.head, has_total=has_total, best_dtype=best_dtype)
+    more = {"has_total": has_total, "has_entropy": has_entropy, "best_dtype": best_dtype}
+    head = dataclasses.replace(arguments.head, **more)
     arguments = arguments._replace(head=head)
     return arguments if bias is None else _with_bias(arguments, bias)
 
