@@ -93,7 +93,7 @@ def _arguments(
         dtype=None,
         implementation="auto",
     )
-    more = {"has_total": has_total, "has_entropy": has_entropy, "best_dtype": best_dtype}
+    more: dict[str, Any] = {"has_total": has_total, "has_entropy": has_entropy, "best_dtype": best_dtype}
     head = dataclasses.replace(arguments.head, **more)
     arguments = arguments._replace(head=head)
     return arguments if bias is None else _with_bias(arguments, bias)
