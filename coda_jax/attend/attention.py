@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from coda_jax.attend import blocks
 from coda_jax.attend.masks import Intervals, Masks, Sizes
 from coda_jax.attend.primitive import attend
+from coda_jax.attend.score import Score, trace
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec
 from coda_jax.epilogue.call_site import call_site
 from coda_jax.epilogue.dtypes import FLOATS
@@ -35,12 +37,14 @@ def attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     query_offset: int | jax.Array | None = None,
+    score: Callable[..., jax.Array] | None = None,
+    operands: Sequence[Any] = (),
     scale: float | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     config: AttentionConfig | None = None,
 ) -> Any:
-    """softmax(scale query key^T + bias) value over the keys that each query sees.
+    """softmax(score(scale query key^T) + bias) value over the keys that each query sees.
 
     It takes the place of `jax.nn.dot_product_attention`, and differs in one thing: a query that sees no key has the
     result 0 and no gradient, where JAX's has the mean of all values.
@@ -66,6 +70,12 @@ def attention(
         of the arrays; query_offset moves neither.
       query_offset: the position of query 0 among the keys: for is_causal and local_window_size query i is at position
         i + query_offset. An int, or int32 (B,), each sequence's own; default 0. No other mask reads it.
+      score: a JAX function of whole arrays, score(s, *operands), that makes a score of each scaled product s
+        (B, N, T, S), float32, and is local to it: elementwise operations, positions by jnp.arange or
+        jax.lax.broadcasted_iota, and arrays that broadcast against s. -inf, or any number below -2^96, hides a key:
+        jnp.where(.., s, -jnp.inf). None: s itself.
+      operands: arrays that score takes, with gradients; floating ones are float32 in it. So have arrays that score
+        closes over, in their own dtypes.
       scale: a number; default 1 / sqrt(H).
       return_residual: whether to return the log-sum-exp of each row of scores, too.
       implementation: None uses the kernels where they can run, and warns once per reason on a GPU where they cannot;
@@ -81,6 +91,7 @@ def attention(
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
+      NotTileLocalError: a score that is not local; it names the operation and its line.
       NotImplementedError: implementation="cuda" where the kernels cannot run, when the call is lowered; forward-mode
         differentiation.
 
@@ -92,6 +103,7 @@ def attention(
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _check_options(implementation, config, return_residual)
+    _check_score(score, operands, implementation)
     has_batch = query.ndim != 3
     _check_factors(query, key, value)
     scale = _checked_scale(scale, query.shape[-1])
@@ -116,8 +128,9 @@ def attention(
         mask_spec, arrays = masks.reduced(sizes)
         if scale <= 0:  # the kernels take the greatest score of a row before they scale it
             query, scale = (-query, -scale) if scale else (query * 0, 1.0)
-        spec = AttentionSpec(mask_spec, scale, implementation, config, call_site())
-        y, lse = attend(query, key, value, *arrays.present, spec=spec)
+        traced, read = _traced(score, operands, sizes)
+        spec = AttentionSpec(mask_spec, scale, implementation, config, traced, call_site())
+        y, lse = attend(query, key, value, *arrays.present, *read, spec=spec)
         lse = jnp.swapaxes(lse, 1, 2)
     if not return_residual:
         return y if has_batch else y[0]
@@ -165,6 +178,25 @@ def _check_options(implementation: Any, config: Any, return_residual: Any) -> No
         raise ValueError(f"attention: config is {type(config).__name__}; it must be an AttentionConfig or None")
     if not isinstance(return_residual, bool):
         raise ValueError(f"attention: return_residual = {return_residual!r}; it must be True or False")
+
+
+def _check_score(score: Any, operands: Any, implementation: Any) -> None:
+    if score is not None and not callable(score):
+        raise ValueError(f"attention: score is {type(score).__name__}; it must be a function or None")
+    if not isinstance(operands, tuple | list):
+        raise ValueError(f"attention: operands is {type(operands).__name__}; it must be a tuple of arrays")
+    if score is None and operands:
+        raise ValueError(f"attention: {len(operands)} operands without a score; they are what score= takes beside s")
+    if score is not None and implementation == "cudnn":
+        raise ValueError("attention: implementation='cudnn' has no score functions; use None, 'cuda' or 'xla'")
+
+
+def _traced(
+    score: Callable[..., Any] | None, operands: Sequence[Any], sizes: Sizes
+) -> tuple[Score | None, tuple[jax.Array, ...]]:
+    if score is None:
+        return None, ()
+    return trace(score, operands, (sizes.batch, sizes.heads, sizes.queries, sizes.keys))
 
 
 def _check_factors(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

@@ -1,15 +1,18 @@
 """Attention by XLA, a block of queries at a time: O(T) memory in both passes. The reference for the kernels.
 
-    s = scale q k^T + bias, -inf where a query does not see a key     m = rows' maximum     e = exp(s - m)
+    s = score(scale q k^T) + bias, -inf where a query does not see a key    m = rows' maximum    e = exp(s - m)
     l = rows' sums of e          y = (e v) / l          lse = m + log l
 
 The backward pass makes the probabilities again, from lse:
 
-    p = exp(s - lse)        ds = p (dy v^T - delta + dlse)        delta = rowsum(dy y)
-    dq = scale ds k         dk = scale ds^T q         dv = p^T dy         dbias = ds, summed over its axes of size 1
+    p = exp(s - lse)        ds = p (dy v^T - delta + dlse)        delta = rowsum(dy y)        dx = score'(x) ds
+    dq = scale dx k         dk = scale dx^T q         dv = p^T dy         dbias = ds, summed over its axes of size 1
+
+An array that the score reads has score's derivative by it, times ds, summed as the bias's.
 
 Products are summed in float32 (float64 of float64 arrays), as are s, e and p; e, p and ds are rounded to the arrays'
-dtype where they are factors. A row that sees nothing has y = 0, lse = -inf and no gradient.
+dtype where they are factors. A score of `HIDDEN` or less hides its key. A row that sees nothing has y = 0, lse = -inf
+and no gradient.
 
 A query is not reached by what it does not see, in either pass, even where that is NaN or infinite: where a sum runs
 over such numbers they are zeros here, and the scores of their row or key are NaN instead.
@@ -26,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from coda_jax.attend.score import HIDDEN
+from coda_jax.attend.score.evaluate import evaluate
 from coda_jax.attend.spec import AttentionSpec, MaskArrays, MaskSpec
 from coda_jax.epilogue.values import same_size
 
@@ -91,14 +96,14 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.A
     """Attention's results.
 
     Args:
-      *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask.
+      *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask and of the score.
       on_cpu: whether blocks are as small as a CPU's caches.
 
     Returns:
       y (B, T, H, Dv) in q's dtype and lse (B, H, T), float32 or wider.
     """
-    q, k, v, *mask_arrays = arrays
-    problem = _Problem.of(q, k, _finite(v), mask_arrays, spec, on_cpu, _poison(v))
+    q, k, v, *others = arrays
+    problem = _Problem.of([q, k, _finite(v), *others], spec, on_cpu, _poison(v))
 
     def block(at: _Block) -> tuple[Any, tuple[()]]:
         s = at.scores()
@@ -133,7 +138,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
     def block(at: _Block) -> tuple[Any, Any]:
         p, ds = again(at)
         dy = at.rows(again.dy)
-        rounded, keys = ds.astype(k.dtype), at.keys(problem.k)
+        rounded, keys = at.through_score(ds).astype(k.dtype), at.keys(problem.k)
         dq = at.product("bngts,bnsh->bngth", rounded, keys) * spec.scale
         dk = at.product("bngts,bngth->bnsh", rounded, at.rows(problem.q)) * spec.scale
         return (dq.astype(q.dtype),), (dk, at.product("bngts,bngth->bnsh", p.astype(dy.dtype), dy))
@@ -146,28 +151,57 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
     return [_from_heads(problem.joined(dq_pieces)), dk, dv]
 
 
-def bias_cotangent(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> jax.Array:
+def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """The bias's gradient, with its type, from what `backward` takes."""
     problem, again = _again(arrays, spec, on_cpu)
-    bias, heads_bias = spec.mask.arrays(arrays[3:-4]).bias, problem.masks.bias
-    has_rows, has_keys = not _is_one(bias.shape[2]), not _is_one(bias.shape[3])
+    sums = _sums_of_pairs(problem, [problem.masks.bias], lambda at: [again(at)[1]])
+    bias = spec.mask_arrays(arrays).bias
+    return [x.reshape(bias.shape).astype(bias.dtype) for x in sums]
+
+
+def score_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
+    """The gradients of the score's arrays of floating dtypes, with their types, from what `backward` takes."""
+    problem, again = _again(arrays, spec, on_cpu)
+    assert spec.score is not None
+    places, slopes = zip(*spec.score.slopes, strict=True)
+
+    def terms(at: _Block) -> list[jax.Array]:
+        ds = again(at)[1]
+        return [_times(ds, slope) for slope in at.by_score(slopes)]
+
+    sums = _sums_of_pairs(problem, [problem.operands[place] for place in places], terms)
+    of = [spec.score_arrays(arrays)[place] for place in places]
+    return [x.reshape(like.shape).astype(like.dtype) for x, like in zip(sums, of, strict=True)]
+
+
+def _sums_of_pairs(
+    problem: _Problem, likes: Sequence[jax.Array], terms: Callable[[_Block], Sequence[jax.Array]]
+) -> list[jax.Array]:
+    """For each of these arrays by heads what pairs add to it: `terms` of a block, summed over its axes of size 1."""
+    has_rows = [not _is_one(x.shape[3]) for x in likes]
+
+    def reduced(at: _Block, like: jax.Array, term: jax.Array) -> jax.Array:
+        axes = tuple(axis for axis, size in enumerate(like.shape) if _is_one(size))
+        term = jnp.sum(term, axis=axes, keepdims=True)
+        if _is_one(like.shape[4]):
+            return term
+        # Of keys that the block does not read, zeros.
+        zeros = jnp.zeros((*term.shape[:-1], problem.k.shape[2]), term.dtype)
+        return lax.dynamic_update_slice_in_dim(zeros, term, at.key_start, axis=4)
 
     def block(at: _Block) -> tuple[Any, Any]:
-        _, ds = again(at)
-        axes = tuple(axis for axis, size in enumerate(heads_bias.shape) if _is_one(size))
-        ds = jnp.sum(ds, axis=axes, keepdims=True)
-        if has_keys:  # of keys that the block does not read, zeros
-            zeros = jnp.zeros((*ds.shape[:-1], problem.k.shape[2]), ds.dtype)
-            ds = lax.dynamic_update_slice_in_dim(zeros, ds, at.key_start, axis=4)
-        return ((ds,), ()) if has_rows else ((), (ds,))
+        each = [reduced(at, like, term) for like, term in zip(likes, terms(at), strict=True)]
+        rows = tuple(x for x, flag in zip(each, has_rows, strict=True) if flag)
+        return rows, tuple(x for x, flag in zip(each, has_rows, strict=True) if not flag)
 
-    total: Any = () if has_rows else (jnp.zeros(heads_bias.shape, problem.accumulator),)
+    of_all = [like for like, flag in zip(likes, has_rows, strict=True) if not flag]
+    total: Any = tuple(jnp.zeros(like.shape, problem.accumulator) for like in of_all)
     pieces = []
     for span in problem.spans:
         rows, total = problem.over_blocks(block, span, total)
         pieces.append(rows)
-    dbias = problem.joined([rows for (rows,) in pieces]) if has_rows else total[0]
-    return dbias.reshape(bias.shape).astype(bias.dtype)
+    joined, totals = iter([problem.joined(x) for x in zip(*pieces, strict=True)]), iter(total)
+    return [next(joined) if flag else next(totals) for flag in has_rows]
 
 
 def seen(spec: MaskSpec, arrays: Sequence[jax.Array], length: Any, keys: Any) -> jax.Array | None:
@@ -203,10 +237,33 @@ class _Block(NamedTuple):
     def product(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(equation, a, b, preferred_element_type=self.problem.accumulator)
 
+    def products(self) -> jax.Array:
+        """The scaled products of queries and keys, (B, K, G, t, s)."""
+        problem = self.problem
+        return self.product("bngth,bnsh->bngts", self.rows(problem.q), self.keys(problem.k)) * problem.spec.scale
+
+    def by_score(self, roots: Sequence[int]) -> list[jax.Array]:
+        """The values of these nodes of the score, which broadcast to (B, K, G, t, s)."""
+        score = self.problem.spec.score
+        assert score is not None
+        arrays = [self.pairs(x) for x in self.problem.operands]
+        return evaluate(score, roots, self.products(), *self.positions(), arrays)
+
+    def through_score(self, ds: jax.Array) -> jax.Array:
+        """The cotangents of scaled products, from those of what the score makes of them."""
+        score = self.problem.spec.score
+        if score is None or score.has_unit_slope:
+            return ds
+        return _times(ds, *self.by_score([score.slope]))
+
     def scores(self, shift: jax.Array | None = None) -> jax.Array:
         """s (B, K, G, t, s), less what `shift` has for each row; -inf where a query does not see a key."""
-        problem = self.problem
-        s = self.product("bngth,bnsh->bngts", self.rows(problem.q), self.keys(problem.k)) * problem.spec.scale
+        problem, hidden = self.problem, None
+        if problem.spec.score is None:
+            s = self.products()
+        else:
+            (s,) = self.by_score([problem.spec.score.value])
+            hidden = s <= HIDDEN
         if problem.masks.bias is not None:
             s = s + self.pairs(problem.masks.bias).astype(s.dtype)
         s = s + self.keys(problem.key_poison, axis=4)
@@ -214,12 +271,16 @@ class _Block(NamedTuple):
             s = s - shift
         for condition in self._conditions():
             s = jnp.where(condition, s, -jnp.inf)
-        return s
+        return s if hidden is None else jnp.where(hidden, -jnp.inf, s)
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        """The rows (t, 1) and the keys (s,) of the block."""
+        rows = self.start + jnp.arange(self.span.size, dtype=jnp.int32)[:, None]
+        return rows, self.key_start + jnp.arange(self.span.width, dtype=jnp.int32)
 
     def _conditions(self) -> list[jax.Array]:
         masks = self.problem.masks
-        rows = self.start + jnp.arange(self.span.size, dtype=jnp.int32)[:, None]
-        keys = self.key_start + jnp.arange(self.span.width, dtype=jnp.int32)
+        rows, keys = self.positions()
         arrays = MaskArrays(
             intervals=None if masks.intervals is None else self.rows(masks.intervals, axis=2),
             query_ids=None if masks.query_ids is None else self.rows(masks.query_ids, axis=1),
@@ -257,6 +318,7 @@ class _Problem:
       k, v: (B, K, S, D or Dv).
       key_poison: (B, K, 1, 1, S), NaN for keys whose scores are to be NaN, else 0.
       masks: mask and bias are (B or 1, K or 1, G or 1, T or 1, S or 1).
+      operands: what the score reads, of such shapes.
     """
 
     spec: AttentionSpec
@@ -267,38 +329,30 @@ class _Problem:
     v: jax.Array
     key_poison: jax.Array
     masks: MaskArrays
+    operands: tuple[jax.Array, ...]
 
     @classmethod
-    def of(
-        cls,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        mask_arrays: Sequence[jax.Array],
-        spec: AttentionSpec,
-        on_cpu: bool,
-        key_poison: jax.Array,
-    ) -> _Problem:
-        length, kv_heads, masks = q.shape[1], k.shape[2], spec.mask.arrays(mask_arrays)
+    def of(cls, arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool, key_poison: jax.Array) -> _Problem:
+        q, k, v = arrays[:3]
+        length, kv_heads, masks = q.shape[1], k.shape[2], spec.mask_arrays(arrays)
         found = spans(q.shape[0] * q.shape[2], length, k.shape[1], spec.mask, on_cpu)
         rows = found[-1].start + found[-1].blocks * found[-1].size
         key_poison = key_poison.transpose(0, 2, 3, 1)[:, :, None]
 
-        def by_heads(x: jax.Array | None) -> jax.Array | None:
-            if x is None:
-                return None
+        def by_heads(x: jax.Array) -> jax.Array:
             groups = (1, 1) if _is_one(x.shape[1]) else (kv_heads, x.shape[1] // kv_heads)
             return _padded(x.reshape(x.shape[0], *groups, *x.shape[2:]), rows, axis=3)
 
         masks = masks._replace(
             intervals=None if masks.intervals is None else _padded(masks.intervals, rows, axis=2),
             query_ids=None if masks.query_ids is None else _padded(masks.query_ids, rows, axis=1),
-            mask=by_heads(masks.mask),
-            bias=by_heads(masks.bias),
+            mask=None if masks.mask is None else by_heads(masks.mask),
+            bias=None if masks.bias is None else by_heads(masks.bias),
         )
+        operands = tuple(map(by_heads, spec.score_arrays(arrays)))
         k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
         q = _padded(_by_heads(q, kv_heads), rows, axis=3)
-        return cls(spec, length, tuple(found), q, k, v, key_poison, masks)
+        return cls(spec, length, tuple(found), q, k, v, key_poison, masks, operands)
 
     @property
     def accumulator(self) -> Any:
@@ -357,11 +411,11 @@ class _Again(NamedTuple):
 
 
 def _again(arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool) -> tuple[_Problem, _Again]:
-    q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
+    q, k, v, *others, y, lse, dy, dlse = arrays
     # Without the barrier XLA finds the scores of the forward pass equal to these, and keeps them.
     k, dy = lax.optimization_barrier((k, dy))
     key_poison = _poison(k) + _poison(v)
-    problem = _Problem.of(_finite(q), _finite(k), _finite(v), mask_arrays, spec, on_cpu, key_poison)
+    problem = _Problem.of([_finite(q), _finite(k), _finite(v), *others], spec, on_cpu, key_poison)
     lse, dlse = (x.transpose(0, 2, 1)[..., None] for x in (lse, dlse))
     is_empty = lse == -jnp.inf
     dy = jnp.where(is_empty, 0, dy)
@@ -375,6 +429,11 @@ def _again(arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool) -> tu
         problem.of_rows(shift),
         problem.of_rows(_finite(correction)),
     )
+
+
+def _times(ds: jax.Array, slope: jax.Array) -> jax.Array:
+    """Their product; 0 where a key is hidden, whatever the slope is there."""
+    return jnp.where(ds == 0, 0, ds * slope.astype(ds.dtype))
 
 
 def _finite(x: jax.Array) -> jax.Array:

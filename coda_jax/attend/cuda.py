@@ -63,7 +63,7 @@ def form_of(
 
 def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     """Why the kernels cannot compute attention of such arguments, forward or backward; None if they can."""
-    return kernel.unsupported_reason(avals[: 3 + len(spec.mask.fields)], spec)
+    return kernel.unsupported_reason(avals[: spec.count], spec)
 
 
 class Part(NamedTuple):

@@ -107,7 +107,7 @@ def _value_chunks(width: int) -> int:
 def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     """Why the kernels cannot compute such a call; None if they can."""
     q, k, v = avals[:3]
-    bias = spec.mask.arrays(avals[3 : 3 + len(spec.mask.fields)]).bias
+    bias = spec.mask_arrays(avals).bias
     if q.dtype.name not in FACTORS or is_of_8_bits(q.dtype):
         return f"its arrays are {q.dtype}; the kernels take bfloat16 and float16"
     widths = (q.shape[-1], v.shape[-1])
@@ -115,6 +115,8 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
         return f"heads have widths {widths}; the kernels take multiples of 8 up to 256"
     if bias is not None and bias.dtype.name not in FLOATS:
         return f"its bias is {bias.dtype}; the kernels take {', '.join(FLOATS)}"
+    if spec.score is not None:
+        return f"it has the score {spec.score.name}"
     sizes = [size for x in (q, k) for size in x.shape[:3] if isinstance(size, int)]
     if any(size >= _NO_BOUND for size in sizes):
         return f"it has sizes {sizes}; the kernels take sizes below 2^30"

@@ -68,14 +68,14 @@ class Plan(NamedTuple):
             "query_ids": partition_spec([self.batch, self.rows]),
             "key_ids": partition_spec([self.batch, ()]),
         }
-        fields = spec.mask.fields
-        masks = [of_masks.get(name) for name in fields]
-        for i, x in enumerate(arrays[3 : 3 + len(fields)]):
-            if masks[i] is None:  # of all pairs, with axes of size 1
+        others = [of_masks.get(name) for name in spec.mask.fields]
+        others += [None] * (spec.count - 3 - len(others))
+        for i, x in enumerate(arrays[3 : spec.count]):
+            if others[i] is None:  # of all pairs, with axes of size 1
                 each = zip(x.shape, (self.batch, self.heads, self.rows, ()), strict=True)
-                masks[i] = partition_spec([() if size == 1 else names for size, names in each])
+                others[i] = partition_spec([() if size == 1 else names for size, names in each])
         results = (of_queries, of_rows, of_queries, of_rows)  # y, lse and their cotangents
-        return (of_queries, of_keys, of_keys, *masks, *results[: len(arrays) - 3 - len(fields)])
+        return (of_queries, of_keys, of_keys, *others, *results[: len(arrays) - spec.count])
 
     def result_specs(self, *, is_backward: bool) -> tuple[Any, ...]:
         """The shardings of y and lse, or of dq, dk and dv."""
@@ -315,6 +315,7 @@ def sharding_rule(
         return ArrayMapping("batch", rows or whole(), of_key_heads, whole())
 
     arguments = [queries(), keys(), keys(), *map(masks, spec.mask.fields, shapes[3:])]
+    arguments += map(of_all_pairs, spec.score_arrays(shapes))
     if is_backward(primitive):
         arguments += [queries(), of_rows(), queries(), of_rows()]
         results = [queries(), keys("keys_of_dk"), keys("keys_of_dv")]  # sums, which may be scattered

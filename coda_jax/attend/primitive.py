@@ -1,11 +1,12 @@
 """Attention's two JAX primitives: their types, their batching, their form by XLA, and what joins them.
 
-    attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays
+    attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays, the score's arrays
         -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32
     attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T) -> dq, dk, dv
 
 K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing lse is -inf and y is 0. The
-mask's arrays are those of `MaskArrays`. float64 arrays, which XLA alone takes, have lse in float64.
+mask's arrays are those of `MaskArrays`, the score's are (1 or B, 1 or H, 1 or T, 1 or S). float64 arrays, which XLA
+alone takes, have lse in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jax.interpreters import batching, mlir
 
 from coda_jax.attend import blocks
 from coda_jax.attend.spec import AttentionSpec
-from coda_jax.epilogue.values import same_size
+from coda_jax.epilogue.values import NotTileLocalError, same_size
 from coda_jax.primitives.mesh_types import (
     explicit_axes,
     explicit_cuts,
@@ -67,7 +68,7 @@ def _bind(primitive: jex_core.Primitive, *arrays: jax.Array, spec: AttentionSpec
 
 
 def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """y (B, T, H, Dv) and lse (B, H, T) of q, k, v and the mask's arrays, with their derivatives of any order.
+    """y (B, T, H, Dv) and lse (B, H, T) of a primitive's arrays, with their derivatives of any order.
 
     The first derivative runs `attention_backward_p`, and further ones XLA's form of it.
     """
@@ -76,16 +77,19 @@ def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arra
         return _bind(attention_forward_p, *arrays, spec=spec)
 
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
+        _check_slopes(spec)
         y, lse = (checkpoint_name(x, CONTEXT_NAME) for x in attend(*arrays, spec=spec))
         return (y, lse), (arrays, y, lse)
 
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         arrays, y, lse = kept
-        *mask_cotangents, dbias = (None,) * max(len(arrays) - 3, 1)
         all_arrays = *arrays, y, lse, *cotangents
-        if spec.mask.has_bias:  # apart, so that it is not computed where nobody asks for it
-            dbias = _bias_cotangent(*all_arrays, spec=spec, on_cpu=_has_cpu_alone())
-        return (*_gradients(*all_arrays, spec=spec), *mask_cotangents, dbias)[: len(arrays)]
+        found: list[Any] = [*_gradients(*all_arrays, spec=spec), *(None,) * (len(arrays) - 3)]
+        for form, places in _differentiated(spec):  # apart, so that nothing is computed for which nobody asks
+            by_array = _cotangents(*all_arrays, spec=spec, on_cpu=_has_cpu_alone(), form=form, places=places)
+            for place, x in zip(places, by_array, strict=True):
+                found[place] = x
+        return tuple(found)
 
     y, lse = differentiable("attention", run, forward, backward)(*vary(varying_axes(*arrays), *arrays))
     return y, lse
@@ -140,15 +144,30 @@ def xla_form(
 _traced_form = jax.jit(xla_form, static_argnames=("spec", "primitive", "on_cpu"))  # equal calls are traced once
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "on_cpu"))
-def _bias_cotangent(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> jax.Array:
-    def form(*arrays: jax.Array) -> list[jax.Array]:
-        return [blocks.bias_cotangent(*arrays, spec=spec, on_cpu=on_cpu)]
+def _differentiated(spec: AttentionSpec) -> list[tuple[Callable[..., Any], tuple[int, ...]]]:
+    """The functions of blocks that give gradients of arrays beside q, k and v, and which arrays these are."""
+    places, found = range(spec.count), []
+    if spec.mask.has_bias:
+        found.append((blocks.bias_cotangents, (spec.mask_arrays(places).bias,)))
+    if spec.score is not None and spec.score.slopes:
+        of_score = spec.score_arrays(places)
+        found.append((blocks.score_cotangents, tuple(of_score[array] for array, _ in spec.score.slopes)))
+    return found
 
-    bias = spec.mask.arrays(arrays[3:-4]).bias
-    (dbias,) = _by_xla(form, [jax.typeof(bias)], arrays)
-    result: jax.Array = dbias
-    return result
+
+@functools.partial(jax.jit, static_argnames=("spec", "on_cpu", "form", "places"))
+def _cotangents(
+    *arrays: jax.Array, spec: AttentionSpec, on_cpu: bool, form: Callable[..., Any], places: tuple[int, ...]
+) -> list[jax.Array]:
+    """The gradients of the arrays at these places, by a function of blocks, from what the backward pass takes."""
+    types = [jax.typeof(arrays[place]) for place in places]
+    found: list[jax.Array] = _by_xla(functools.partial(form, spec=spec, on_cpu=on_cpu), types, arrays)
+    return found
+
+
+def _check_slopes(spec: AttentionSpec) -> None:
+    if spec.score is not None and spec.score.why_no_slope is not None:
+        raise NotTileLocalError(f"score '{spec.score.name}' has no derivative here: {spec.score.why_no_slope}")
 
 
 def _has_cpu_alone() -> bool:
@@ -190,10 +209,10 @@ def _batch(
     each = list(zip(arrays, dims, strict=True))
     size, cuts = next((x.shape[dim], explicit_cuts(x)[dim]) for x, dim in each if dim is not None)
     batch = arrays[0].shape[int(dims[0] == 0)]
-    of_mask = spec.mask.arrays(range(3, 3 + len(spec.mask.fields)))
+    of_mask, of_score = (of(range(len(arrays))) for of in (spec.mask_arrays, spec.score_arrays))
     merged = []
     for i, (x, dim) in enumerate(each):
-        if dim is None and i in (of_mask.mask, of_mask.bias) and same_size(x.shape[0], 1):
+        if dim is None and i in (of_mask.mask, of_mask.bias, *of_score) and same_size(x.shape[0], 1):
             merged.append(x)  # one for all
             continue
         x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from coda_jax.attend.score.program import Score
 from coda_jax.epilogue.call_site import CallSite
 
 _NOWHERE = CallSite("", 0)
@@ -87,9 +88,10 @@ class AttentionSpec:
 
     Attributes:
       mask: which keys a query sees.
-      scale: of the products of queries and keys, before the bias is added; more than 0.
+      scale: of the products of queries and keys, before the score function and the bias; more than 0.
       implementation: None, "cuda" or "xla".
       config: how the kernels compute it; None for the default.
+      score: the function of scores; None for the identity. It comes before the bias.
       site: the user's line, for messages.
     """
 
@@ -97,7 +99,21 @@ class AttentionSpec:
     scale: float
     implementation: str | None = None
     config: AttentionConfig | None = None
+    score: Score | None = None
     site: CallSite = _NOWHERE
+
+    @property
+    def count(self) -> int:
+        """How many arrays the forward pass takes: q, k and v, those of the mask, and those of the score."""
+        return 3 + len(self.mask.fields) + (0 if self.score is None else len(self.score.dtypes))
+
+    def mask_arrays(self, arrays: Sequence[Any]) -> MaskArrays:
+        """The mask's of a primitive's arrays, or of values of which there is one for each, by name."""
+        return self.mask.arrays(arrays[3 : 3 + len(self.mask.fields)])
+
+    def score_arrays(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The score's of a primitive's arrays, each (1 or B, 1 or H, 1 or T, 1 or S)."""
+        return arrays[3 + len(self.mask.fields) : self.count]
 
     def __str__(self) -> str:  # in a printed jaxpr
         names = [field.name for field in dataclasses.fields(self) if field.name != "site"]

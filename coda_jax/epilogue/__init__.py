@@ -6,7 +6,8 @@ From a function to a kernel's epilogue, in order:
   flatten       inlines the jaxpr into one list of equations, and hoists captured arrays; logsumexp and whole_maximum
                 replace patterns in it
   analysis      translates equations to nodes for one element, with the rules of axis_rules, column_rules, reductions
-                and elementwise; tags say what indexes each axis; values has the classes of values
+                and elementwise; tags say what indexes each axis; values has the classes of values; elements makes the
+                nodes, here and of attention's scores
   operand       describes an array beside acc; operand_kinds defines each kind, for this package and those that import
                 it; groups has operands with an entry for each group of rows
   saturate, contraction_order  are functions that epilogues know by name, beside logsumexp

@@ -16,17 +16,14 @@ were then analysed in the wrong form: the walk raises `NeedsLayout`, and begins 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
-import jax
-import numpy as np
-
-from coda_jax.epilogue import elementwise
-from coda_jax.epilogue.dtypes import BOOL, DTYPES, FLOAT32, INT32, TABLE, is_of_8_bits, listed
+from coda_jax.epilogue.dtypes import BOOL
+from coda_jax.epilogue.elements import IDENTITIES, Elements, is_nested
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
 from coda_jax.epilogue.halves import Halves, Width
 from coda_jax.epilogue.operand import Operand
-from coda_jax.epilogue.program import Node, Reduction
+from coda_jax.epilogue.program import Reduction
 from coda_jax.epilogue.values import (
     ALLOWED,
     BOTH_HALVES,
@@ -40,13 +37,10 @@ from coda_jax.epilogue.values import (
     TABLE_ROW,
     Finished,
     Layout,
-    LiteralFloat,
     Local,
     NeedsLayout,
     NotElementwise,
-    NotTileLocalError,
     Tag,
-    UnknownOperation,
     Value,
     check_moved,
     is_tile,
@@ -54,16 +48,8 @@ from coda_jax.epilogue.values import (
     same_size,
 )
 
-IDENTITIES = frozenset((
-    "copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "pcast", "name", "reduce_precision",
-    "sharding_constraint", "reshard",
-))  # fmt: skip
 
-
-CONVERSIONS = frozenset(("convert_element_type", "saturate"))  # to or from dtypes that are stored but not computed in
-
-
-class Analysis:
+class Analysis(Elements):
     """The values of one flat jaxpr, and the nodes and reductions they are made of.
 
     Args:
@@ -79,6 +65,8 @@ class Analysis:
       NeedsLayout: f divides the columns in another way.
     """
 
+    hints, allowed = HINTS, ALLOWED
+
     def __init__(
         self,
         flat: Flat,
@@ -88,14 +76,13 @@ class Analysis:
         name: str,
         rules: Mapping[str, "Rule"],
     ):
+        super().__init__(flat, name)
         self.rules = rules
-        self.flat, self.operands, self.layout, self.name = flat, tuple(operands), layout, name
+        self.operands, self.layout = tuple(operands), layout
         self.halves, self.head = layout.halves, layout.halves.head
         self.m, n = flat.avals[0].shape
         self.n = 2 * n if layout.halves.acc is Width.HALF else n
         self.half = self.n // 2 if isinstance(self.n, int) and self.n % 2 == 0 else None
-        self.nodes: list[Node] = []
-        self.numbers: dict[Node, int] = {}
         self.values: dict[int, Value] = {}
         self.reductions: list[Reduction] = []
         self.sources: dict[int, tuple[str, int]] = {}  # flat variable -> ("operand" | "reduction", index)
@@ -113,21 +100,6 @@ class Analysis:
         for equation in flat.equations:
             self.equation(equation)
 
-    # --- nodes
-
-    def node(self, op: str, inputs: tuple[int, ...], dtype: str, /, **attributes: Any) -> int:
-        """Number of the node, shared with an equal one."""
-        node = Node(op, inputs, dtype, tuple(attributes.items()))
-        if node not in self.numbers:
-            self.numbers[node] = len(self.nodes)
-            self.nodes.append(node)
-        return self.numbers[node]
-
-    def literal(self, value: Any, dtype: Any) -> int:
-        dtype = np.dtype(dtype)
-        value = np.asarray(value, dtype)
-        return self.node("literal", (), dtype.name, value=value.item() if dtype.kind in "biu" else LiteralFloat(value))
-
     def operand(self, index: int, operand: Operand, aval: Any) -> Local:
         kind, dtype = operand.kind, operand.traced_dtype.name
         halves = range(self.halves.of(operand.width) if kind.has_columns else 1)
@@ -135,11 +107,6 @@ class Analysis:
         return Local(kind.tags(operand, len(aval.shape)), nodes, kind.is_tile)
 
     # --- equations
-
-    def refuse(self, equation: Equation, why: object) -> NoReturn:
-        hint = HINTS.get(equation.name) or HINTS.get(equation.call)
-        sentences = [f"{equation.where()} {why}.", hint, ALLOWED if isinstance(why, UnknownOperation) else None]
-        raise NotTileLocalError(f"epilogue '{self.name}': {' '.join(filter(None, sentences))}")
 
     def value(self, atom: Atom) -> Value:
         if isinstance(atom, Literal):
@@ -149,8 +116,7 @@ class Analysis:
         return self.values[atom]
 
     def equation(self, equation: Equation) -> None:
-        if not equation.outputs or "callback" in equation.name:
-            self.refuse(equation, "calls back into Python, which a kernel cannot do")
+        self.check_no_callback(equation)
         for variable in equation.outputs:
             self.producers[variable] = equation
         self.sequence.append(equation)
@@ -181,8 +147,7 @@ class Analysis:
         self.values.update(zip(equation.outputs, outputs, strict=True))
 
     def finish_later(self, equation: Equation, value: Finished) -> None:
-        nested = any(hasattr(x, "eqns") or hasattr(x, "jaxpr") for x in jax.tree.leaves(list(equation.params.values())))
-        if nested and not equation.name.startswith("scatter"):
+        if is_nested(equation):
             self.refuse(equation, "is control flow or a nested program, which an epilogue cannot hold")
         for variable in equation.outputs:
             self.values[variable] = value
@@ -204,62 +169,12 @@ class Analysis:
         return self.map(stacked.items, first)
 
     def identity(self, equation: Equation, inputs: list[Local]) -> list[Local]:
-        if equation.name != "reduce_precision":
-            return list(inputs)
-        bits = (equation.params["exponent_bits"], equation.params["mantissa_bits"])
-        if bits == (8, 23):
-            return list(inputs)
-        if bits != (8, 7) or self.nodes[inputs[0].nodes[0]].dtype != FLOAT32:
-            raise NotElementwise(f"with {bits[0]} exponent and {bits[1]} mantissa bits is not supported; use astype")
-        rounded = self.map(inputs, lambda nodes: self.convert(self.convert(nodes[0], "bfloat16"), "float32"))
-        return [rounded]
+        rounding = self.rounding(equation, self.nodes[inputs[0].nodes[0]].dtype)
+        return list(inputs) if rounding is None else [self.map(inputs, rounding)]
 
     def elementwise(self, equation: Equation, inputs: list[Local]) -> Local:
-        adds_cotangents = equation.name == "add_any"  # the cotangents of f's own values, in their dtypes
-        name = "add" if adds_cotangents else equation.name
-        operation = elementwise.OPERATIONS.get(name)
-        if operation is None:
-            raise UnknownOperation
-        dtype = equation_dtype(self.flat, equation)
-        if not (adds_cotangents or name in CONVERSIONS):
-            for atom in (equation.outputs[0], *equation.inputs):
-                self.check_arithmetic(self.flat.aval(atom).dtype)
-        self.check_dtype(dtype)
-        if name == "convert_element_type" and self.nodes[inputs[0].nodes[0]].op == "literal":
-            return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
-        for atom in equation.inputs:
-            self.check_dtype(self.flat.aval(atom).dtype)
-        first = self.flat.aval(equation.inputs[0]).dtype.name
-        if not (first in operation.dtypes or adds_cotangents) or (name == "pow" and first == INT32):
-            raise NotElementwise(f"is not supported for {first}")
-        if name == "convert_element_type":
-            return self.map(inputs, lambda nodes: self.convert(nodes[0], dtype.name))
-        if name == "mul":  # it may widen: lax.mul(x, y, out_dtype=float32) of 16-bit values
-            return self.map(inputs, lambda nodes: self.node(name, self.converted(nodes, dtype.name), dtype.name))
-        attributes = dict(elementwise.attributes_of(name, equation.params))
-        return self.map(inputs, lambda nodes: self.node(name, nodes, dtype.name, **attributes))
-
-    def check_arithmetic(self, dtype: Any) -> None:
-        if is_of_8_bits(dtype):
-            raise NotElementwise(
-                f"computes in {dtype}, which an epilogue only converts to and from. Compute in float32, "
-                "x.astype(jnp.float32), and convert the result last"
-            )
-
-    def check_dtype(self, dtype: Any) -> None:
-        if np.dtype(dtype).name not in TABLE:
-            raise NotElementwise(f"works in {dtype}; an epilogue computes in {listed(DTYPES, 'and')}")
-
-    def convert(self, node: int, dtype: str) -> int:
-        source = self.nodes[node]
-        if source.dtype == dtype:
-            return node
-        if source.op == "literal":
-            return self.literal(np.asarray(source["value"], source.dtype), dtype)
-        return self.node("convert_element_type", (node,), dtype, dtype=dtype)
-
-    def converted(self, nodes: Sequence[int], dtype: str) -> tuple[int, ...]:
-        return tuple(self.convert(node, dtype) for node in nodes)
+        is_literal = bool(inputs) and self.nodes[inputs[0].nodes[0]].op == "literal"
+        return self.map(inputs, self.operation(equation, is_literal))
 
     def map(self, inputs: Sequence[Local], f: Callable[[tuple[int, ...]], int]) -> Local:
         """Applies f to the nodes of elementwise combined inputs (equal shapes, or rank 0), half by half."""
@@ -391,10 +306,6 @@ def _combination(value: Finished) -> str:
             "it to the product's result outside, or pass it to a later product as an operand"
         )
     return f"combines the tile with {value.why}. Compute that before the call and pass it as an operand"
-
-
-def equation_dtype(flat: Flat, equation: Equation) -> np.dtype:
-    return np.dtype(flat.avals[equation.outputs[0]].dtype)
 
 
 Rule = Callable[[Analysis, Equation, list[Local]], list[Any]]

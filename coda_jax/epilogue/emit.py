@@ -340,7 +340,7 @@ class _Emitter:
     def statements(self, numbers: Iterable[int]) -> list[str]:
         nodes = ((number, self.program.nodes[number]) for number in numbers)
         return [
-            f"    const {_type(node)} {self.names[number]} = {self.expression(number)};"
+            f"    const {register_of(node)} {self.names[number]} = {self.expression(number)};"
             for number, node in nodes
             if node.op != "literal"
         ]
@@ -348,7 +348,7 @@ class _Emitter:
     def name(self, number: int) -> str:
         """A node's name in expressions; a literal is written out."""
         node = self.program.nodes[number]
-        return _literal(node["value"], node.dtype) if node.op == "literal" else self.names[number]
+        return literal_text(node["value"], node.dtype) if node.op == "literal" else self.names[number]
 
     def expression(self, number: int) -> str:
         node = self.program.nodes[number]
@@ -363,10 +363,15 @@ class _Emitter:
                 return f"{word} != 0" if node.dtype == BOOL else word
             case "row":
                 return "in.row"
-        operation = OPERATIONS[node.op]
-        inputs, dtypes = list(map(self.name, node.inputs)), [self.program.nodes[i].dtype for i in node.inputs]
-        text = operation.expression(inputs, dtypes, dict(node.attributes))
-        return text if operation.exact else rounded(text, node.dtype)
+        dtypes = [self.program.nodes[i].dtype for i in node.inputs]
+        return operation_text(node, list(map(self.name, node.inputs)), dtypes)
+
+
+def operation_text(node: Node, inputs: list[str], dtypes: list[str]) -> str:
+    """The expression of an elementwise operation, of texts of its inputs, which have these dtypes."""
+    operation = OPERATIONS[node.op]
+    text = operation.expression(inputs, dtypes, dict(node.attributes))
+    return text if operation.exact else rounded(text, node.dtype)
 
 
 def _combined(op: ReductionOp, values: Sequence[str]) -> str:
@@ -374,7 +379,8 @@ def _combined(op: ReductionOp, values: Sequence[str]) -> str:
     return values[0] if len(values) == 1 else _COMBINE[op].format(*values)
 
 
-def _type(node: Node) -> str:
+def register_of(node: Node) -> str:
+    """The C++ type of a node's value."""
     if node.op == "angle":
         return "coda::Angle"
     return TABLE[node.dtype].register
@@ -384,7 +390,7 @@ def _dtype(dtype: np.dtype) -> str:
     return f"DType::{TABLE[dtype.name].cuda}"
 
 
-def _literal(value: float | int | bool, dtype: str) -> str:
+def literal_text(value: float | int | bool, dtype: str) -> str:
     """An exact C++ literal: the shortest decimal that reads back as the same float32."""
     if dtype == BOOL:
         return str(bool(value)).lower()

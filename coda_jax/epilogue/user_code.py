@@ -18,7 +18,7 @@ import jax
 
 from coda_jax.epilogue.call_site import line_of
 from coda_jax.epilogue.dtypes import DTYPES, listed
-from coda_jax.epilogue.values import NotTileLocalError
+from coda_jax.epilogue.values import NotTileLocalError, with_article
 
 _FLOAT64 = "Explicitly requested dtype float64"  # how JAX's warning begins
 _BRANCH = "The truth value of an array with more than one element"  # and its error
@@ -42,8 +42,8 @@ def _float64_is_an_error() -> Iterator[None]:
         yield
 
 
-def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
-    """The closed jaxpr of the epilogue f, called `name`, within `default_types`.
+def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str, kind: str = "epilogue") -> Any:
+    """The closed jaxpr of the epilogue f, called `name`, within `default_types`. Its `kind` is for messages.
 
     With jax_enable_x64 it changes Python's warning filters while it traces. Threads share these before Python 3.14, so
     only one traces at a time: two that overlap could leave the filters changed for ever.
@@ -59,7 +59,8 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
         if not str(error).startswith(_FLOAT64):
             raise
         raise NotTileLocalError(
-            f"epilogue '{name}': {line_of(error)} asks for float64; an epilogue computes in {listed(DTYPES, 'and')}."
+            f"{kind} '{name}': {line_of(error)} asks for float64; {with_article(kind)} computes in "
+            f"{listed(DTYPES, 'and')}."
         ) from error
     except (
         jax.errors.ConcretizationTypeError,
@@ -69,10 +70,10 @@ def make_jaxpr(f: Callable[..., Any], avals: Sequence[Any], name: str) -> Any:
     ) as error:
         if isinstance(error, ValueError) and not str(error).startswith(_BRANCH):
             raise
-        raise NotTileLocalError(f"epilogue '{name}': {line_of(error)} {_asked(error)}") from error
+        raise NotTileLocalError(f"{kind} '{name}': {line_of(error)} {_asked(error, kind)}") from error
 
 
-def _asked(error: Exception) -> str:
+def _asked(error: Exception, kind: str) -> str:
     """Says how Python used a traced value, and what to write instead."""
     if isinstance(error, jax.errors.TracerBoolConversionError | ValueError):
         return (
@@ -83,5 +84,5 @@ def _asked(error: Exception) -> str:
         return "calls a function of NumPy on a traced value. Use that of jax.numpy (jnp.exp for np.exp)."
     return (
         "asks for the number that a traced value is (float(), int(), range(), or an index), which is another "
-        "for each element. Use astype, or close over a number that is known when the epilogue is traced."
+        f"for each element. Use astype, or close over a number that is known when the {kind} is traced."
     )

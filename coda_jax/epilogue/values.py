@@ -64,6 +64,11 @@ HINTS = {
 }
 
 
+def with_article(kind: str) -> str:
+    """ "an epilogue", "a score"."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+
+
 class NotTileLocalError(ValueError):
     """An epilogue does what a tile of the product cannot do by itself; names the operation and its source line."""
 
@@ -99,8 +104,9 @@ class NotElementwise(Exception):
 class UnknownOperation(NotElementwise):
     """An operation that epilogues do not support: the message says which they do."""
 
-    def __init__(self) -> None:
-        super().__init__("is not local to a tile of the product, or not an operation that epilogues know")
+    def __init__(self, kind: str = "epilogue") -> None:
+        what = "a tile of the product" if kind == "epilogue" else "a pair of a query and a key"
+        super().__init__(f"is not local to {what}, or not an operation that {kind}s know")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""What a score function computes of its arrays alone by operations that are not local: XLA does it before the call.
+
+So a score may take a slice of a table or a sum over an operand's axis. What it takes of the scores is not moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from coda_jax.attend.score.elements import is_local
+from coda_jax.epilogue.flatten import Constants, Equation, Flat, callee, flatten
+from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """Equations that are computed before the call, and their results that the score reads."""
+
+    equations: tuple[Equation, ...]
+    results: tuple[int, ...]
+
+
+def split(flat: Flat) -> tuple[Before, Flat]:
+    """The part of a function that is computed before the call, and the rest. Variable 0 is the scores."""
+    makers = {out: equation for equation in flat.equations for out in equation.outputs}
+    of_scores = {0}
+    for equation in flat.equations:
+        if of_scores.intersection(x for x in equation.inputs if isinstance(x, int)) or not equation.outputs:
+            of_scores.update(equation.outputs)
+    moved: set[int] = set()  # outputs of equations before
+    for equation in reversed(flat.equations):
+        is_moved = not moved.isdisjoint(equation.outputs)
+        if of_scores.isdisjoint(equation.outputs) and (is_moved or not _is_local(equation)):
+            moved.update(equation.outputs)
+            moved.update(x for x in equation.inputs if x in makers)
+    nonlocal_ones = {out for out in moved if not _is_local(makers[out])}
+    rest = [equation for equation in flat.equations if nonlocal_ones.isdisjoint(equation.outputs)]
+    read = {x for equation in rest for x in equation.inputs} | {*flat.outputs}
+    before = tuple(equation for equation in flat.equations if not moved.isdisjoint(equation.outputs))
+    results = tuple(out for equation in before for out in equation.outputs if out in nonlocal_ones and out in read)
+    return Before(before if results else (), results), dataclasses.replace(flat, equations=rest)
+
+
+def _is_local(equation: Equation) -> bool:
+    if equation.name not in CUSTOM_DERIVATIVES:
+        return is_local(equation.name)
+    body = flatten(callee(equation), Constants(), inline_custom_derivatives=True)
+    return all(map(_is_local, body.equations))
+
+
+def inlined(flat: Flat) -> Flat:
+    """The same with the bodies of functions that have derivatives of their own."""
+    new = dataclasses.replace(flat, avals=list(flat.avals), equations=[])
+    known: dict[int, object] = {}
+
+    def read(atoms: Sequence[object]) -> tuple[object, ...]:
+        return tuple(known.get(x, x) if isinstance(x, int) else x for x in atoms)
+
+    for equation in flat.equations:
+        inputs = read(equation.inputs)
+        if equation.name not in CUSTOM_DERIVATIVES:
+            new.equations.append(dataclasses.replace(equation, inputs=inputs))
+            continue
+        body = flatten(callee(equation), Constants(), inline_custom_derivatives=True)
+        own = dict(enumerate(inputs))
+
+        def at(atom: object, own: dict[int, object] = own, body: Flat = body) -> object:
+            if not isinstance(atom, int):
+                return atom
+            if atom not in own:
+                own[atom] = new.new(body.avals[atom])
+            return own[atom]
+
+        for one in body.equations:
+            new.equations.append(
+                dataclasses.replace(
+                    one,
+                    inputs=tuple(map(at, one.inputs)),
+                    outputs=tuple(map(at, one.outputs)),
+                    source_info=equation.source_info,
+                )
+            )
+        known.update(zip(equation.outputs, map(at, body.outputs), strict=True))
+    new.outputs = read(flat.outputs)
+    return new
