@@ -1,8 +1,9 @@
 // Backward attention, with the masks of the forward pass. FlashAttention-2's formulas (arXiv 2307.08691):
 //
 //   s^T = k q^T            dp^T = v dy^T                   (both factors in shared memory)
-//   p^T = exp(scale s^T + bias - lse)                      columns are queries: lse and delta are read for each pair
+//   p^T = exp(score(scale s^T) + bias - lse)               columns are queries: lse and delta are read for each pair
 //   ds^T = p^T (dp^T - delta)                              delta = sum(y dy) - dlse
+//   ds^T *= score'(scale s^T)
 //   dv += p^T dy           dk += ds^T q                    (p^T and ds^T in registers)
 //   dq += ds k                                             (ds through shared memory), float32 in memory
 //
@@ -17,10 +18,12 @@
 #pragma once
 
 #include "attention_masks.cuh"
+#include "attention_scores.cuh"
 
 namespace coda::attention {
 
-struct BackwardParams {
+template <int score_arrays>
+struct BackwardParamsOf {
   ptx::TensorMap q, k, v, dy;  // (columns, heads, rows, batch), boxes of 64 columns of one head
   const float *lse, *delta;    // (batch, heads, padded(queries)); lse log2(e)
   Mask mask;                   // tiles are those of keys
@@ -29,12 +32,14 @@ struct BackwardParams {
   float* dq;
   void *dk, *dv;  // (batch, keys, key heads, width); with splits float32, (splits, batch, keys, key heads, width)
   int* turns;     // (batch, heads, tiles of queries), zeros
+  [[no_unique_address]] ScorePointers<score_arrays> score;
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
   int splits;       // of the heads of queries that share a head of keys
   float scale;
 };
+using BackwardParams = BackwardParamsOf<0>;
 
 /// Config: as that of Forward, but for consumers and q_stages; and dim (a padded width: 64, 128 or 256), keys and
 /// queries (of a tile), stages, is_split, deterministic.
@@ -43,7 +48,10 @@ struct Backward {
   static constexpr DType input = Config::input;
   static constexpr int dim = Config::dim, keys = Config::keys, queries = Config::queries, stages = Config::stages;
   static constexpr bool is_wide = dim == 256, has_arrays = Config::has_arrays, deterministic = Config::deterministic;
-  static constexpr bool scales_in_exponent = !Config::has_bias;
+  using Score = typename ScoreOf<Config>::Type;
+  using Params = BackwardParamsOf<Score::arrays>;
+  static constexpr bool has_score = ScoreOf<Config>::is_there;
+  static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
   static_assert(is_wide ? keys == 64 && queries == 64 : keys == 128 && queries * dim == 8192,
                 "a consumer has 64 x 64 of dq, or of wide heads 64 x 128");
   static constexpr int threads = 384, consumers = 2;
@@ -85,13 +93,13 @@ struct Backward {
   enum Barrier { ds_ready = 1 };
   static_assert(Config::shared_bytes == shared_bytes, "shared_bytes is not what the kernel takes");
 
-  const BackwardParams& p;
+  const Params& p;
   const uint32 shared;
   const Ring<stages> ring;
   const Ring<turn_slots> turn_ring;
   int key_head, batch, key, first_head, end_head, position;
 
-  __device__ __forceinline__ Backward(const BackwardParams& p, uint32 shared)
+  __device__ __forceinline__ Backward(const Params& p, uint32 shared)
       : p(p), shared(shared), ring{shared + ring_at}, turn_ring{shared + turns_at} {}
 
   __device__ __forceinline__ int key_tiles() const { return tiles_of(p.keys, keys); }
@@ -416,6 +424,7 @@ struct Backward {
       const uint32 lse = vector(at.slot, 0) + lane % 4 * 8, delta = lse + vector_bytes;
       float s[registers], dp[registers];
       uint32 w[words], dw[words];
+      ScoreWords<Score> of_keys[2];
       ring.wait_full(at);
       const Step now = {ptx::load_word(step(at.slot))};
       const int query_tile = now.tile(), row = query_tile * queries;
@@ -423,22 +432,29 @@ struct Backward {
       has_more = !now.is_last();
       if constexpr (has_arrays)
         if (hides) ptx::mbarrier_wait(clean(at.slot), at.phase);
+      if constexpr (has_score)
+        for (int r = 0; r < 2; ++r)
+          of_keys[r].template load<&ScoreArray::queries, false>(p, batch, head, 0, my_key + 8 * r);
       wgmma::fence();
       over_columns<steps>(s, my_k, q);
       over_columns<value_steps>(dp, my_v, dy);
       wgmma::wait<1>();
       wgmma::keep_behind_wait(s);
-      if constexpr (!scales_in_exponent) add_bias(s, head, row, my_key);
+      if constexpr (Config::has_bias && !has_score) add_bias(s, head, row, my_key);
       if (hides) hide(s, head, row, my_key, ids, at.slot);
+      if constexpr (has_score) {
+        probabilities_of_scores(s, w, dw, head, row, my_key, of_keys, lse);
+      } else {
 #pragma unroll
-      for (int j = 0; j < queries / 8; ++j) {
-        float l[2];
-        ptx::load_pair(lse + 32 * j, l[0], l[1]);
+        for (int j = 0; j < queries / 8; ++j) {
+          float l[2];
+          ptx::load_pair(lse + 32 * j, l[0], l[1]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
+          for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
+        }
+#pragma unroll
+        for (int i = 0; i < words; ++i) w[i] = packed<input>(s[2 * i], s[2 * i + 1]);
       }
-#pragma unroll
-      for (int i = 0; i < words; ++i) w[i] = packed<input>(s[2 * i], s[2 * i + 1]);
       wgmma::fence();
       over_queries(dv, w, dy + my_value_columns);
       wgmma::wait<1>();  // dp^T; dv's product runs on
@@ -450,9 +466,10 @@ struct Backward {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int i = 4 * j + 2 * r;
-          // From p as it is rounded, where that saves the registers.
-          const float p0 = queries == 128 ? widened_half<input>(w[i / 2], 0) : s[i];
-          const float p1 = queries == 128 ? widened_half<input>(w[i / 2], 1) : s[i + 1];
+          // From p as it is rounded, or p times the score's derivative, where that saves the registers.
+          const uint32 both = Score::unit_slope ? w[i / 2] : dw[i / 2];
+          const float p0 = queries == 128 ? widened_half<input>(both, 0) : s[i];
+          const float p1 = queries == 128 ? widened_half<input>(both, 1) : s[i + 1];
           dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
         }
       }
@@ -496,6 +513,41 @@ struct Backward {
     store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split, 1.0f);
   }
 
+  /// Products become probabilities, also packed in w. With a slope that is not 1, s and dw have their products with it.
+  __device__ __forceinline__ void probabilities_of_scores(float (&s)[registers], uint32 (&w)[words],
+                                                          uint32 (&dw)[words], int head, int row, int my_key,
+                                                          const ScoreWords<Score> (&of_keys)[2], uint32 lse) const {
+#pragma unroll
+    for (int j = 0; j < queries / 8; ++j) {
+      float l[2];
+      ptx::load_pair(lse + 32 * j, l[0], l[1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float probability[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& one = s[4 * j + 2 * r + c];
+          const int query = row + 8 * j + 2 * static_cast<int>(threadIdx.x % 4) + c, of_key = my_key + 8 * r;
+          ScoreWords<Score> words = of_keys[r];
+          words.template load<&ScoreArray::queries, true>(p, batch, head, query, of_key);
+          const bool is_hidden = one == masked_score;
+          float slope = 1, score;
+          if constexpr (Score::unit_slope)
+            score = Score::value(one * p.scale, query, of_key, words.word);
+          else
+            score = Score::value(one * p.scale, query, of_key, words.word, slope);
+          if constexpr (Config::has_bias) score += bias_of(head, query, of_key);
+          probability[c] = is_hidden ? 0.0f : ptx::exp2_unit(fmaf(score, log2_e, -l[c]));
+          // A slope may be infinite where a key is hidden.
+          one = Score::unit_slope ? probability[c] : probability[c] == 0 ? 0.0f : probability[c] * slope;
+        }
+        w[2 * j + r] = packed<input>(probability[0], probability[1]);
+        if constexpr (!Score::unit_slope)
+          if constexpr (queries == 128) dw[2 * j + r] = packed<input>(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
+      }
+    }
+  }
+
   /// float16 has no room for all cotangents: beyond it they are its largest.
   __device__ __forceinline__ static uint32 packed_ds(float low, float high) {
     if constexpr (input == DType::f16) {
@@ -509,11 +561,13 @@ struct Backward {
   __device__ __forceinline__ void add_bias(float (&s)[registers], int head, int row, int my_key) const {
 #pragma unroll
     for (int i = 0; i < registers; ++i) {
-      const int query = min(row + 8 * (i / 4) + 2 * static_cast<int>(threadIdx.x % 4) + i % 2, p.queries - 1);
-      const int of_key = min(my_key + 8 * (i / 2 % 2), p.keys - 1);
-      const Word bias = load_word<Config::bias_type>(p.mask.bias, p.bias.index(batch, head, query, of_key));
-      s[i] = fmaf(s[i], p.scale, bias.f);
+      const int query = row + 8 * (i / 4) + 2 * static_cast<int>(threadIdx.x % 4) + i % 2;
+      s[i] = fmaf(s[i], p.scale, bias_of(head, query, my_key + 8 * (i / 2 % 2)));
     }
+  }
+  __device__ __forceinline__ float bias_of(int head, int query, int of_key) const {
+    const long long at = p.bias.index(batch, head, min(query, p.queries - 1), min(of_key, p.keys - 1));
+    return load_word<Config::bias_type>(p.mask.bias, at).f;
   }
 
   /// Scores of a tile that is seen in part.
@@ -629,7 +683,7 @@ struct Backward {
 };
 
 template <class Config>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+__device__ __forceinline__ void backward(const typename Backward<Config>::Params& params) {
   extern __shared__ unsigned char memory[];
   Backward<Config>(params, (ptx::shared_address(memory) + 1023) & ~1023u).run();
 }

@@ -1,5 +1,6 @@
-// Forward attention: y = softmax(scale q k^T + bias) v over the keys that a query sees (attention_masks.cuh), and the
-// log-sum-exp of its scores. FlashAttention-2 (arXiv 2307.08691), in the schedule of FlashAttention-3 (2407.08608).
+// Forward attention: y = softmax(score(scale q k^T) + bias) v over the keys that a query sees (attention_masks.cuh),
+// and the log-sum-exp of its scores. FlashAttention-2 (arXiv 2307.08691), in the schedule of FlashAttention-3
+// (2407.08608).
 //
 // A piece of work is a tile of queries of one head, 64 for each consumer warpgroup, and all tiles of keys that they
 // see, the last first. CTAs are persistent and claim pieces (claims.cuh). The producer loads tiles by TMA into two
@@ -9,25 +10,30 @@
 #pragma once
 
 #include "attention_masks.cuh"
+#include "attention_scores.cuh"
 #include "claims.cuh"
 
 namespace coda::attention {
 
-struct ForwardParams {
+template <int score_arrays>
+struct ForwardParamsOf {
   ptx::TensorMap q, k, v;  // (columns, heads, rows, batch), boxes of 64 columns of one head
   unsigned short* y;       // (batch, queries, heads, value width)
   float* lse;              // (batch, heads, queries)
   int* claimed;            // how many pieces are claimed, 0
   Mask mask;
+  [[no_unique_address]] ScorePointers<score_arrays> score;
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
   int yields;       // whether a CTA ends when it has had its share of the pieces
   float scale;
 };
+using ForwardParams = ForwardParamsOf<0>;
 
 /// Config: input, head, value_head (widths, multiples of 8), keys (of a tile), consumers, stages, q_stages; has_arrays,
-/// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type; has_even_rows (the last two's).
+/// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type; has_even_rows (the last two's);
+/// Score, if there is one.
 template <class Config>
 struct Forward {
   static constexpr DType input = Config::input;
@@ -37,7 +43,11 @@ struct Forward {
                        value_chunks = value_chunks_of((Config::value_head + 63) / 64);
   static constexpr int steps = (Config::head + 15) / 16;  // of a score's sum
   static constexpr int registers = keys / 2, words = keys / 4, outputs = 32 * value_chunks;
-  static constexpr bool has_arrays = Config::has_arrays, scales_in_exponent = !Config::has_bias;
+  using Score = typename ScoreOf<Config>::Type;
+  using Params = ForwardParamsOf<Score::arrays>;
+  static constexpr bool has_score = ScoreOf<Config>::is_there, has_arrays = Config::has_arrays;
+  static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
+  static constexpr float masked = has_score ? hidden_score : masked_score;
   static constexpr int consumer_registers = consumers == 3 ? 160 : has_arrays ? 232 : 240;
   static constexpr int producer_registers = consumers == 3 ? 32 : has_arrays ? 40 : 24;
 
@@ -55,13 +65,13 @@ struct Forward {
   enum Warp { producer = 0, first_cleaner = 2 };
   static_assert(Config::shared_bytes == shared_bytes, "shared_bytes is not what the kernel takes");
 
-  const ForwardParams& p;
+  const Params& p;
   const uint32 shared;
   const Ring<stages> k_ring, v_ring;
   const Ring<q_stages> q_ring;
   const Claims<1> claims;
 
-  __device__ __forceinline__ Forward(const ForwardParams& p, uint32 shared)
+  __device__ __forceinline__ Forward(const Params& p, uint32 shared)
       : p(p),
         shared(shared),
         k_ring{shared + rings_at},
@@ -248,6 +258,20 @@ struct Forward {
     }
   }
 
+  /// The score function of scaled products.
+  __device__ __forceinline__ void apply_score(float (&s)[registers], int tile, int my_row, const Piece& work,
+                                              const ScoreWords<Score> (&of_rows)[2]) const {
+    const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < keys / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2, row = my_row + 8 * r, key = lane_key + 8 * j + i % 2;
+        ScoreWords<Score> words = of_rows[r];
+        words.template load<&ScoreArray::keys, true>(p, work.batch, work.head, row, key);
+        s[4 * j + i] = Score::value(s[4 * j + i] * p.scale, row, key, words.word);
+      }
+  }
   __device__ __forceinline__ void add_bias(float (&s)[registers], int tile, int my_row, const Piece& work) const {
     const int lane_key = tile * keys + 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -258,7 +282,8 @@ struct Forward {
         Word bias[2];
         p.bias.template load_keys<Config::bias_type, Config::has_even_rows>(p.mask.bias, row, lane_key + 8 * j, bias);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) s[4 * j + 2 * r + c] = fmaf(s[4 * j + 2 * r + c], p.scale, bias[c].f);
+        for (int c = 0; c < 2; ++c)
+          s[4 * j + 2 * r + c] = fmaf(s[4 * j + 2 * r + c], has_score ? 1.0f : p.scale, bias[c].f);
       }
     }
   }
@@ -291,7 +316,7 @@ struct Forward {
         bool is_seen = seen[r](key);
         if constexpr (Config::has_ids) is_seen = is_seen && key_ids[i % 2] == query_ids[r];
         if constexpr (Config::has_dense) is_seen = is_seen && dense[r][i % 2].i != 0;
-        if (!is_seen) s[4 * j + i] = masked_score;
+        if (!is_seen) s[4 * j + i] = masked;
       }
     }
   }
@@ -321,7 +346,7 @@ struct Forward {
       factor[r] = ptx::exp2_unit((maximum[r] - m) * unit);
       maximum[r] = m;
       // A row that has seen nothing yet has no probabilities either: marked rows would make NaN of them.
-      const float shift = m == masked_score ? -infinity() : -m * unit;
+      const float shift = m == masked ? -infinity() : -m * unit;
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < keys / 4; ++j) {
@@ -354,7 +379,7 @@ struct Forward {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int my_row = work.row + 64 * consumer + 16 * warp + lane / 4;
     const float unit = scales_in_exponent ? p.scale * log2_e : log2_e;
-    float s[registers], o[outputs], maximum[2] = {masked_score, masked_score}, total[2] = {0, 0}, factor[2];
+    float s[registers], o[outputs], maximum[2] = {masked, masked}, total[2] = {0, 0}, factor[2];
     uint32 w[words];
 #pragma unroll
     for (int i = 0; i < outputs; ++i) o[i] = 0;
@@ -368,6 +393,10 @@ struct Forward {
         for (int r = 0; r < 2; ++r)
           query_ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * padded(p.queries) +
                                           min(my_row + 8 * r, p.queries - 1)];
+      ScoreWords<Score> of_rows[2];  // what is the same for all keys
+      if constexpr (has_score)
+        for (int r = 0; r < 2; ++r)
+          of_rows[r].template load<&ScoreArray::keys, false>(p, work.batch, work.head, my_row + 8 * r, 0);
       Step step = step_at(at);
       my_turn(consumer);
       wgmma::fence();
@@ -377,7 +406,8 @@ struct Forward {
       wgmma::keep_behind_wait(s);
       if constexpr (!Config::has_ids) warp_arrive(k_ring.empty(at.slot));
       if (step.is_last()) warp_arrive(q_ring.empty(q_at.slot));
-      if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
+      if constexpr (has_score) apply_score(s, step.tile(), my_row, work, of_rows);
+      if constexpr (Config::has_bias) add_bias(s, step.tile(), my_row, work);
       if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, at.slot);
       if constexpr (Config::has_ids) release_ids(at.slot);
       exponentials(s, maximum, total, factor, unit);
@@ -399,7 +429,8 @@ struct Forward {
         wgmma::keep_behind_wait(s);
         if constexpr (!Config::has_ids) warp_arrive(k_ring.empty(next.slot));
         if (step.is_last()) warp_arrive(q_ring.empty(q_at.slot));
-        if constexpr (!scales_in_exponent) add_bias(s, step.tile(), my_row, work);
+        if constexpr (has_score) apply_score(s, step.tile(), my_row, work, of_rows);
+        if constexpr (Config::has_bias) add_bias(s, step.tile(), my_row, work);
         if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, next.slot);
         if constexpr (Config::has_ids) release_ids(next.slot);
         exponentials(s, maximum, total, factor, unit);
@@ -436,7 +467,7 @@ struct Forward {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = my_row + 8 * r;
-      const bool has_seen = maximum[r] != masked_score || total[r] != total[r];
+      const bool has_seen = maximum[r] != masked || total[r] != total[r];
       const float inverse = has_seen ? 1.0f / total[r] : 0.0f;
       unsigned short* to =
           p.y + ((static_cast<long long>(work.batch) * p.queries + query) * p.heads + work.head) * Config::value_head;
@@ -451,7 +482,7 @@ struct Forward {
 };
 
 template <class Config>
-__device__ __forceinline__ void forward(const ForwardParams& params) {
+__device__ __forceinline__ void forward(const typename Forward<Config>::Params& params) {
   extern __shared__ unsigned char memory[];
   Forward<Config>(params, (ptx::shared_address(memory) + 1023) & ~1023u).run();
 }

@@ -6,13 +6,17 @@ import functools
 import pathlib
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from tolerance import check
 
 from coda_jax.attend.kernel import BackwardTiles, ForwardTiles
+from coda_jax.attend.score import HIDDEN, trace
+from coda_jax.attend.score.text import emit
 
 TESTS = pathlib.Path(__file__).resolve().parent
 HEADERS = TESTS.parent / "cuda"
@@ -35,6 +39,7 @@ class Kernel:
     dtype: str = "bf16"
     deterministic: bool = True
     split: bool = False
+    score: str = ""  # the text of a score function
 
     @property
     def forward(self):
@@ -62,7 +67,9 @@ class Kernel:
             "has_even_rows": self.even_rows,
         }
         return f"""
+{self.score}
 struct Common {{
+  {"using Score = ::Score;" if self.score else ""}
   static constexpr DType input = DType::{self.dtype}, bias_type = DType::f32;
   static constexpr int head = {self.head}, value_head = {self.value_head};
   static constexpr bool {", ".join(f"{name} = {int(is_set)}" for name, is_set in flags.items())};
@@ -91,6 +98,7 @@ ARRAYS = (
     *("needed", "full", "order", "needed_rows", "full_rows", "needed_keys", "order_of_keys", "positions"),
     *("dense", "bias"),
     *("lse_2", "delta", "sums", "turns", "dk", "dv", "dq"),
+    *(f"score_array_{i}" for i in range(4)),
 )
 
 
@@ -239,10 +247,37 @@ class Case:
     dlse: np.ndarray
     scale: float
     splits: int = 1
+    score: Callable | None = None
+    operands: tuple = ()
+    score_arrays: tuple = ()  # as the kernels take them
+
+    @property
+    def listed(self):
+        """The pairs that see each other by the mask, and by the score too where tiles are listed."""
+        seen = self.mask.seen(len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1])
+        return seen & self.shown if self.kernel.arrays else seen
 
     @property
     def seen(self):
-        return self.mask.seen(len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1])
+        return self.mask.seen(len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1]) & self.shown
+
+    @functools.cached_property
+    def shown(self):
+        """The pairs that the score does not hide."""
+        if self.score is None:
+            return True
+        groups = self.q.shape[2] // self.k.shape[2]
+        k = np.repeat(self.k.astype(np.float64), groups, axis=2)
+        s = self.scale * np.einsum("bthd,bshd->bhts", self.q.astype(np.float64), k)
+        return self.scored(s)[0] > HIDDEN
+
+    def scored(self, s):
+        """The score of scaled products, and its derivative, in their dtype."""
+        with jax.enable_x64(True):
+            operands = [jnp.asarray(x, s.dtype if x.dtype.kind == "f" else None) for x in self.operands]
+            value, pullback = jax.vjp(lambda s: self.score(s, *operands), jnp.asarray(s))
+            (slope,) = pullback(jnp.ones_like(value))
+            return np.asarray(value), np.asarray(slope)
 
 
 def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, splits=1, seed=0):
@@ -265,6 +300,16 @@ def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, split
     )
 
 
+def scored(kernel, mask, score, operands=(), **sizes):
+    """A case with a score function, a JAX function score(s, *operands)."""
+    one = case(kernel, mask, **sizes)
+    shape = (len(one.q), one.q.shape[2], one.q.shape[1], one.k.shape[1])
+    traced, arrays = trace(score, [jnp.asarray(x) for x in operands], shape)
+    kernel = dataclasses.replace(kernel, score=emit(traced, arrays))
+    arrays = tuple(np.asarray(x) for x in arrays)
+    return dataclasses.replace(one, kernel=kernel, score=score, operands=tuple(operands), score_arrays=arrays)
+
+
 # ---- what kernels give, and what they should
 
 
@@ -274,7 +319,7 @@ def run(case, folder, schedule=None, fault=None):
     library = kernels(kernel, folder, fault)
     (batch, queries, heads, _), keys, key_heads = q.shape, k.shape[1], k.shape[2]
     padded_queries, padded_keys = up_to(queries, 128), up_to(keys, 128)
-    tile_keys, tile_queries, seen = kernel.backward.keys, kernel.backward.queries, case.seen
+    tile_keys, tile_queries, seen = kernel.backward.keys, kernel.backward.queries, case.listed
     query_tiles = -(-queries // tile_queries)
     dim_part = tile_queries * kernel.backward.dim // 2
     sums = np.zeros((batch, heads, query_tiles, 2, dim_part), np.float32)
@@ -309,6 +354,7 @@ def run(case, folder, schedule=None, fault=None):
         values["dense"] = mask.dense.astype(np.uint8)
     if kernel.bias:
         values["bias"] = mask.bias.astype(np.float32)
+    values |= {f"score_array_{i}": x for i, x in enumerate(case.score_arrays)}
     values["claimed"] = np.zeros(1, np.int32)
     made = {
         "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
@@ -367,6 +413,9 @@ def formula(case, working):
     k, v = (np.repeat(x.astype(dtype), groups, axis=2) for x in (case.k, case.v))
     seen = case.seen
     s = dtype(case.scale) * np.einsum("bthd,bshd->bhts", q, k)
+    slope = 1
+    if case.score is not None:
+        s, slope = case.scored(s)
     if case.mask.bias is not None:
         s = s + case.mask.bias.astype(dtype)
     s = np.where(seen, s, -np.inf)
@@ -381,7 +430,7 @@ def formula(case, working):
     dp = np.einsum("bthd,bshd->bhts", dy, v)
     delta = np.einsum("bthd,bthd->bht", rounded(y), dy) - case.dlse.astype(dtype)
     delta = np.where(seen.any(-1), delta, 0)
-    ds = rounded(p * (dp - delta[..., None]))
+    ds = rounded(np.where(p == 0, 0, p * (dp - delta[..., None]) * slope))
 
     def of_heads(x):
         return x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax import ffi
+from coda_jax.attend.score.text import emit
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
-from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, is_of_8_bits
+from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, VECTORS, is_of_8_bits
 from coda_jax.tiles.constants import NUM_SMS
 
 _NO_BOUND = 1 << 30  # of a band, and of sizes
@@ -115,8 +116,9 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
         return f"heads have widths {widths}; the kernels take multiples of 8 up to 256"
     if bias is not None and bias.dtype.name not in FLOATS:
         return f"its bias is {bias.dtype}; the kernels take {', '.join(FLOATS)}"
-    if spec.score is not None:
-        return f"it has the score {spec.score.name}"
+    for x in spec.score_arrays(avals):
+        if x.dtype.name not in VECTORS:
+            return f"its score reads an array of {x.dtype}; the kernels take {', '.join(VECTORS)}"
     sizes = [size for x in (q, k) for size in x.shape[:3] if isinstance(size, int)]
     if any(size >= _NO_BOUND for size in sizes):
         return f"it has sizes {sizes}; the kernels take sizes below 2^30"
@@ -127,10 +129,10 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
     """y and lse by the kernel.
 
     Args:
-      *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask.
+      *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask and of the score.
       yields: whether blocks end early, so that collectives find a multiprocessor.
     """
-    q, k, v, *mask_arrays = arrays
+    q, k, v = arrays[:3]
     batch, queries, heads, _ = q.shape
     results = [
         jax.ShapeDtypeStruct((batch, queries, heads, v.shape[-1]), q.dtype),
@@ -139,10 +141,11 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
     if _is_nothing(q, k, spec):
         return [jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)]
     tiles = ForwardTiles.of(q.shape[-1], v.shape[-1], queries)
-    mask = _KernelMask.of(q, k, mask_arrays, spec)
+    mask = _KernelMask.of(arrays, spec)
     found = mask.tiles(tiles.rows, tiles.keys, by_keys=False) if mask.has_arrays else _NO_TILES
     operands = _Operands([q, k, v])
     pointers = mask.pointers(operands, found)
+    of_score = list(map(operands.add, spec.score_arrays(arrays)))
     count = len(operands.arrays)
     shared_bytes = tiles.shared_bytes(mask.has_arrays, spec.mask.has_ids)
     source = _source(
@@ -150,6 +153,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
         "coda::attention::ForwardParams",
         128 * (1 + tiles.consumers),
         mask.members | _dtype_member(q) | dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes},
+        _score_text(arrays, spec),
     )
     call = ffi.LaunchCall(
         name="attention",
@@ -158,7 +162,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
         smem_bytes=shared_bytes,
         grid=[0, 1, tiles.rows, 0, 2, 1, 0, 0, 1],
         maps=[0, 64, tiles.rows, 1, 64, tiles.keys, 2, 64, tiles.keys],
-        pointers=[count, count + 1, count + 2, *pointers],
+        pointers=[count, count + 1, count + 2, *pointers, *of_score],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, int(yields), _bits(spec.scale)],
         zeroed=[count + 2],
@@ -172,18 +176,18 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     """dq, dk and dv by the kernels.
 
     Args:
-      *arrays: q, k, v and the arrays of the mask as in `forward`; y, lse, dy and dlse (B, H, T).
+      *arrays: q, k, v and the further arrays as in `forward`; y, lse, dy and dlse (B, H, T).
       yields: as in `forward`. Blocks are many here, and end.
     """
     del yields
-    q, k, v, *mask_arrays, y, lse, dy, dlse = arrays
+    q, k, v, *_, y, lse, dy, dlse = arrays
     if _is_nothing(q, k, spec):
         return [jnp.zeros(x.shape, x.dtype) for x in (q, k, v)]
     batch, queries, heads, head = q.shape
     keys, key_heads = k.shape[1:3]
     tiles = BackwardTiles.of(head, v.shape[-1])
     config = spec.config or AttentionConfig()
-    mask = _KernelMask.of(q, k, mask_arrays, spec)
+    mask = _KernelMask.of(arrays, spec)
     query_tiles, key_tiles = -(-queries // tiles.queries), -(-keys // tiles.keys)
     lse_2, delta = _statistics(y, dy, lse, dlse)
     splits = _splits(heads // key_heads, batch, key_tiles, key_heads)
@@ -198,6 +202,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     statistics = [operands.add(lse_2), operands.add(delta)]
     pointers = mask.pointers(operands, found)
     order = [operands.add(found.needed_keys), operands.add(found.positions)]
+    of_score = list(map(operands.add, spec.score_arrays(arrays)))
     count = len(operands.arrays)
     types = [
         jax.ShapeDtypeStruct((batch, heads, query_tiles, tiles.queries * tiles.dim), jnp.float32),
@@ -207,12 +212,18 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     shared_bytes = tiles.shared_bytes(mask.vectors)
     call = ffi.LaunchCall(
         name="attention, backward",
-        source=_source("backward", "coda::attention::BackwardParams", 384, members | {"shared_bytes": shared_bytes}),
+        source=_source(
+            "backward",
+            "coda::attention::BackwardParams",
+            384,
+            members | {"shared_bytes": shared_bytes},
+            _score_text(arrays, spec),
+        ),
         threads=384,
         smem_bytes=shared_bytes,
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
-        pointers=[*statistics, *pointers, *order, count, count + 1, count + 2, count + 3],
+        pointers=[*statistics, *pointers, *order, count, count + 1, count + 2, count + 3, *of_score],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, splits, _bits(spec.scale)],
         zeroed=[count + 3 if config.deterministic else count],
@@ -331,9 +342,10 @@ class _KernelMask:
     arrays: MaskArrays  # padded; the intervals are there if anything is
 
     @classmethod
-    def of(cls, q: jax.Array, k: jax.Array, arrays: Sequence[jax.Array], spec: AttentionSpec) -> _KernelMask:
+    def of(cls, arrays: Sequence[jax.Array], spec: AttentionSpec) -> _KernelMask:
+        q, k = arrays[:2]
         mask, (batch, queries), keys = spec.mask, q.shape[:2], k.shape[1]
-        given = mask.arrays(arrays)
+        given = spec.mask_arrays(arrays)
         band = tuple(_NO_BOUND if bound is None else bound for bound in (mask.left, mask.right))
         if not (mask.intervals or mask.has_ids or mask.has_mask or mask.has_bias):
             return cls((band[0], band[1]), queries, keys, MaskArrays())
@@ -477,16 +489,29 @@ def _dtype_member(x: jax.Array) -> dict[str, Any]:
     return {"input": TABLE[x.dtype.name].cuda}
 
 
-def _source(function: str, params: str, threads: int, members: dict[str, Any]) -> str:
-    """The text of a kernel: its Config, and the call of a function of the headers."""
+def _score_text(arrays: Sequence[jax.Array], spec: AttentionSpec) -> str:
+    """The definition of the score function; empty if there is none."""
+    return "" if spec.score is None else emit(spec.score, spec.score_arrays(arrays))
+
+
+def _source(function: str, params: str, threads: int, members: dict[str, Any], score: str = "") -> str:
+    """The text of a kernel: its Config, and the call of a function of the headers.
+
+    Args:
+      score: the definition of the score function.
+    """
     header = {
         "forward": "attention_forward_sm90.cuh",
         "backward": "attention_backward_sm90.cuh",
     }.get(function, "attention_passes.cuh")
+    lines = [_member(name, value) for name, value in members.items()]
+    if score:
+        lines.append("using Score = ::Score;")
+        params = f"{params}Of<Score::arrays>"
     return f"""#include "{header}"
 
-struct Config {{
-{"".join(f"  {_member(name, value)}{chr(10)}" for name, value in members.items())}}};
+{score}{chr(10) if score else ""}struct Config {{
+{"".join(f"  {line}{chr(10)}" for line in lines)}}};
 
 extern "C" __global__ void __launch_bounds__({threads}, 1)
     coda_attention(const __grid_constant__ {params} params) {{

@@ -34,9 +34,16 @@ struct Problem {
   int* turns;
   void *dk, *dv;
   unsigned short* dq;
+  const void* score_arrays[4];
 
   ptx::TensorMap map(const unsigned short* of, int width, int of_heads, int rows, int box_rows) const {
     return {of, {width, of_heads, rows, batch}, box_rows};
+  }
+  template <int count>
+  attention::ScorePointers<count> score() const {
+    attention::ScorePointers<count> of;
+    if constexpr (count > 0) std::copy(score_arrays, score_arrays + count, of.array);
+    return of;
   }
   attention::Broadcast broadcast(const int (&sizes)[4]) const { return {sizes[0], sizes[1], sizes[2], sizes[3]}; }
 };
@@ -52,7 +59,7 @@ static const char* run(const Problem& p, unsigned blocks, unsigned threads, int 
 extern "C" const char* forward(const Problem& p) {
   using Kernel = attention::Forward<Tiles::Forward>;
   const int pieces = attention::tiles_of(p.queries, Kernel::rows) * p.batch * p.heads;
-  const attention::ForwardParams params = {
+  const Kernel::Params params = {
       p.map(p.q, Tiles::Forward::head, p.heads, p.queries, Kernel::rows),
       p.map(p.k, Tiles::Forward::head, p.key_heads, p.keys, Kernel::keys),
       p.map(p.v, Tiles::Forward::value_head, p.key_heads, p.keys, Kernel::keys),
@@ -60,6 +67,7 @@ extern "C" const char* forward(const Problem& p) {
       p.lse,
       p.claimed,
       {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias},
+      p.score<Kernel::Score::arrays>(),
       p.batch,
       p.queries,
       p.keys,
@@ -85,7 +93,7 @@ extern "C" const char* prepare(const Problem& p) {
 
 extern "C" const char* backward(const Problem& p) {
   using Kernel = attention::Backward<Tiles::Backward>;
-  const attention::BackwardParams params = {
+  const Kernel::Params params = {
       p.map(p.q, Tiles::Backward::head, p.heads, p.queries, Kernel::queries),
       p.map(p.k, Tiles::Backward::head, p.key_heads, p.keys, Kernel::keys),
       p.map(p.v, Tiles::Backward::value_head, p.key_heads, p.keys, Kernel::keys),
@@ -99,6 +107,7 @@ extern "C" const char* backward(const Problem& p) {
       p.dk,
       p.dv,
       p.turns,
+      p.score<Kernel::Score::arrays>(),
       p.batch,
       p.queries,
       p.keys,

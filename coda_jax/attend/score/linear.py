@@ -35,6 +35,10 @@ def _terms(elements: Elements, number: int, given: list[_Terms | None]) -> _Term
     def added(first: int, second: int) -> int:
         if _is_zero(elements, first) or _is_zero(elements, second):
             return second if _is_zero(elements, first) else first
+        one = elements.nodes[second]
+        if one.op == "mul" and first in one.inputs:  # a + a b, as rules have it for a function's derivative
+            other = one.inputs[one.inputs[0] == first]
+            return _product(elements, first, elements.node("add", (elements.literal(1, dtype), other), dtype), dtype)
         return elements.node("add", (first, second), dtype)
 
     if op in ("add", "add_any", "sub"):
