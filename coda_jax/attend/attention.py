@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from coda_jax.attend import blocks
 from coda_jax.attend.masks import Intervals, Masks, Sizes
 from coda_jax.attend.primitive import attend
 from coda_jax.attend.score import Score, trace
-from coda_jax.attend.spec import AttentionConfig, AttentionSpec
+from coda_jax.attend.score.hiding import band, shown
+from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskSpec
 from coda_jax.epilogue.call_site import call_site
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_size
@@ -128,7 +130,7 @@ def attention(
         mask_spec, arrays = masks.reduced(sizes)
         if scale <= 0:  # the kernels take the greatest score of a row before they scale it
             query, scale = (-query, -scale) if scale else (query * 0, 1.0)
-        traced, read = _traced(score, operands, sizes)
+        traced, read, mask_spec = _traced(score, operands, sizes, mask_spec)
         spec = AttentionSpec(mask_spec, scale, implementation, config, traced, call_site())
         y, lse = attend(query, key, value, *arrays.present, *read, spec=spec)
         lse = jnp.swapaxes(lse, 1, 2)
@@ -192,11 +194,20 @@ def _check_score(score: Any, operands: Any, implementation: Any) -> None:
 
 
 def _traced(
-    score: Callable[..., Any] | None, operands: Sequence[Any], sizes: Sizes
-) -> tuple[Score | None, tuple[jax.Array, ...]]:
+    score: Callable[..., Any] | None, operands: Sequence[Any], sizes: Sizes, mask: MaskSpec
+) -> tuple[Score | None, tuple[jax.Array, ...], MaskSpec]:
+    """The score, what it reads, and the mask with a band that the score is known to have."""
     if score is None:
-        return None, ()
-    return trace(score, operands, (sizes.batch, sizes.heads, sizes.queries, sizes.keys))
+        return None, (), mask
+    traced, read = trace(score, operands, (sizes.batch, sizes.heads, sizes.queries, sizes.keys))
+    if mask.intervals:
+        return traced, read, mask
+    left, right, is_all, _ = band(traced, [x.shape for x in read], sizes.queries, sizes.keys)
+    bounds = (
+        min((x for x in pair if x is not None), default=None) for pair in ((mask.left, left), (mask.right, right))
+    )
+    mask = dataclasses.replace(mask, **dict(zip(("left", "right"), bounds, strict=True)))
+    return (*(shown(traced, read) if is_all else (traced, read)), mask)
 
 
 def _check_factors(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax import ffi
+from coda_jax.attend.score import Score
+from coda_jax.attend.score.hiding import band, tiles_hidden
 from coda_jax.attend.score.text import emit
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
 from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, VECTORS, is_of_8_bits
@@ -340,15 +342,16 @@ class _KernelMask:
     queries: Any
     keys: Any
     arrays: MaskArrays  # padded; the intervals are there if anything is
+    score: tuple[Score, Sequence[jax.Array]] | None = None  # and what it reads
 
     @classmethod
     def of(cls, arrays: Sequence[jax.Array], spec: AttentionSpec) -> _KernelMask:
         q, k = arrays[:2]
         mask, (batch, queries), keys = spec.mask, q.shape[:2], k.shape[1]
         given = spec.mask_arrays(arrays)
-        band = tuple(_NO_BOUND if bound is None else bound for bound in (mask.left, mask.right))
-        if not (mask.intervals or mask.has_ids or mask.has_mask or mask.has_bias):
-            return cls((band[0], band[1]), queries, keys, MaskArrays())
+        bounds = tuple(_NO_BOUND if bound is None else bound for bound in (mask.left, mask.right))
+        if not (mask.intervals or mask.has_ids or mask.has_mask or mask.has_bias or _score_hides(arrays, spec)):
+            return cls((bounds[0], bounds[1]), queries, keys, MaskArrays())
         intervals = given.intervals
         if intervals is None:
             intervals = _band_intervals(mask.left, mask.right, batch, queries, keys)
@@ -360,7 +363,9 @@ class _KernelMask:
             None if x is None else jnp.pad(x, ((0, 0), (0, -x.shape[1] % _ROWS)), mode="edge")
             for x in (given.query_ids, given.key_ids)
         ]
-        return cls((0, 0), queries, keys, given._replace(intervals=padded, query_ids=ids[0], key_ids=ids[1]))
+        of_score = None if spec.score is None else (spec.score, spec.score_arrays(arrays))
+        padded_arrays = given._replace(intervals=padded, query_ids=ids[0], key_ids=ids[1])
+        return cls((0, 0), queries, keys, padded_arrays, of_score)
 
     @property
     def has_arrays(self) -> bool:
@@ -437,6 +442,10 @@ class _KernelMask:
             some, whole = (self._dense_tiles(rows, keys, f) for f in (jnp.any, jnp.all))
             needed &= some
             full &= whole
+        if self.score is not None:
+            all_hidden, none_hidden = tiles_hidden(*self.score, self.queries, self.keys, rows, keys)
+            needed &= ~all_hidden
+            full &= none_hidden
         return needed, full & needed
 
     def _dense_tiles(self, rows: int, keys: int, reduce: Any) -> jax.Array:
@@ -487,6 +496,14 @@ def _band_intervals(left: int | None, right: int | None, batch: Any, queries: An
 
 def _dtype_member(x: jax.Array) -> dict[str, Any]:
     return {"input": TABLE[x.dtype.name].cuda}
+
+
+def _score_hides(arrays: Sequence[jax.Array], spec: AttentionSpec) -> bool:
+    """Whether the score may hide keys inside of the mask's band."""
+    if spec.score is None:
+        return False
+    shapes = [x.shape for x in spec.score_arrays(arrays)]
+    return not band(spec.score, shapes, arrays[0].shape[1], arrays[1].shape[1]).is_likely_all
 
 
 def _score_text(arrays: Sequence[jax.Array], spec: AttentionSpec) -> str:

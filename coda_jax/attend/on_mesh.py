@@ -141,8 +141,13 @@ def on_each_device(
     q, k, v, *others = shards
     heads_of_device = _KeyHeads.of(q.shape[2], k.shape[2], plan.sharing, mesh_sizes)
     k, v = heads_of_device.taken(k), heads_of_device.taken(v)
+    batch, rows, heads, _ = q.shape
+    if plan.rows and spec.score is not None and spec.score.has_rows:
+        at = spec.count - 3
+        own = lax.axis_index(plan.rows) * rows + jnp.arange(rows, dtype=jnp.int32)
+        others = [*others[:at], own.reshape(1, 1, rows, 1), *others[at:]]
+        spec = dataclasses.replace(spec, score=spec.score.with_rows_of_array())
     if plan.rows and (spec.mask.left, spec.mask.right) != (None, None):
-        batch, rows, heads, _ = q.shape
         sizes = Sizes(batch, heads, rows, k.shape[1])
         others = [intervals_of_band(spec.mask, lax.axis_index(plan.rows) * rows, sizes), *others]
         spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, left=None, right=None, intervals=1))

@@ -8,7 +8,7 @@ trace       traces a function and its derivative, and takes the arrays that it r
 program     is the data model
 linear      has the derivative by each of what it reads; facts, what is known where a key is not hidden
 evaluate    computes it by XLA; text writes its CUDA
-ranges      bounds it over tiles, to find those that it hides
+hiding      finds the keys that it hides, as a band and in tiles, from its bounds there, which ranges has
 """
 
 from coda_jax.attend.score.program import HIDDEN as HIDDEN

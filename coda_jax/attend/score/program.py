@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 
 from coda_jax.epilogue.program import Node
@@ -24,6 +25,7 @@ class Score:
       dtypes: of the arrays that it reads, each (1 or B, 1 or H, 1 or T, 1 or S).
       nodes: inputs before users.
       value: the node of s'.
+      shown: the same where s' hides no key: without the choices that hide.
       slope: the node of the derivative by s.
       slopes: (array, node): the derivatives by the arrays of floating dtypes.
       why_no_slope: why it has no derivative; None if it has.
@@ -33,6 +35,7 @@ class Score:
     dtypes: tuple[str, ...]
     nodes: tuple[Node, ...]
     value: int
+    shown: int
     slope: int
     slopes: tuple[tuple[int, int], ...]
     why_no_slope: str | None = None
@@ -44,10 +47,38 @@ class Score:
             [
                 ", ".join(self.dtypes),
                 *(f"v{i} = {node}" for i, node in enumerate(self.nodes)),
-                f"value v{self.value}, slope v{self.slope}",
+                f"value v{self.value}, shown v{self.shown}, slope v{self.slope}",
                 *(f"slope by {array}: v{node}" for array, node in self.slopes),
             ]
         )
+
+    def of_arrays(self, kept: Sequence[int]) -> Score:
+        """The score where it hides nothing, of these of its arrays, which it reads there."""
+        at = {old: new for new, old in enumerate(kept)}
+        nodes = [
+            dataclasses.replace(node, attributes=(("index", at.get(node["index"], 0)),))
+            if node.op == "operand"
+            else node
+            for node in self.nodes
+        ]
+        return dataclasses.replace(
+            self,
+            dtypes=tuple(self.dtypes[i] for i in kept),
+            nodes=tuple(nodes),
+            value=self.shown,
+            slopes=tuple((at[array], node) for array, node in self.slopes if array in at),
+        )
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it reads the positions of queries."""
+        return any(node.op == "row" for node in self.nodes)
+
+    def with_rows_of_array(self) -> Score:
+        """The same with positions of queries from a further array: of a part of them."""
+        row = Node("operand", (), "int32", (("index", len(self.dtypes)),))
+        nodes = tuple(row if node.op == "row" else node for node in self.nodes)
+        return dataclasses.replace(self, dtypes=(*self.dtypes, "int32"), nodes=nodes)
 
     @property
     def has_unit_slope(self) -> bool:

@@ -150,6 +150,7 @@ def _with_slopes(
         slopes |= {index: decided(elements, node, known) for index, node in found.items()}
     except (NotElementwise, NotTileLocalError, TypeError) as error:
         why_not = str(error)
+    shown = decided(elements, value, known)
     # The derivative may read an array at places at which the value does not.
     read = [np.int32 if x.source.kind == "position" else types[1 + x.source.index].dtype for x in elements.accesses]
     score = Score(
@@ -157,6 +158,7 @@ def _with_slopes(
         tuple(np.dtype(dtype).name for dtype in read),
         tuple(elements.nodes),
         value,
+        shown,
         slopes[-1],
         tuple(sorted((index, node) for index, node in slopes.items() if index >= 0)),
         why_not,
@@ -190,11 +192,12 @@ def _tangent(elements: ScoreElements, rest: Flat, variables: Sequence[int], type
 
 
 def _simplified(score: Score) -> Score:
-    nodes, at = simplify(score.nodes, [score.value, score.slope, *(node for _, node in score.slopes)])
+    nodes, at = simplify(score.nodes, [score.value, score.shown, score.slope, *(node for _, node in score.slopes)])
     return dataclasses.replace(
         score,
         nodes=tuple(nodes),
         value=at[score.value],
+        shown=at[score.shown],
         slope=at[score.slope],
         slopes=tuple((index, at[node]) for index, node in score.slopes),
     )
