@@ -36,6 +36,7 @@ HINTS = {
     "cond": "Use jnp.where.",
     "random_bits": "Pass random numbers as an operand.",
     "threefry2x32": "Pass random numbers as an operand.",
+    "custom_lin": "It is the derivative of a jax.custom_vjp function; write that as a jax.custom_jvp.",
     "axis_index": "Compute it outside of the score and close over it.",
 }
 

@@ -75,7 +75,8 @@ def _band(score: Score, has_positions: tuple[bool, ...], queries: int | None, ke
 
 def shown(score: Score, arrays: Sequence[jax.Array]) -> tuple[Score | None, tuple[jax.Array, ...]]:
     """A score where it hides nothing, and what it reads there; None if it is the product itself."""
-    if score.nodes[score.shown].op == "score":
+    is_product = score.nodes[score.shown].op == "score"
+    if is_product and score.has_unit_slope and not score.slopes and score.why_no_slope is None:
         return None, ()
     roots = [score.shown, score.slope, *(node for _, node in score.slopes)]
     kept = sorted({score.nodes[i]["index"] for i in needed_nodes(score.nodes, roots) if score.nodes[i].op == "operand"})

@@ -1,0 +1,119 @@
+"""Score functions of attention, with the arrays that they take; and dense attention in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.attend.score import HIDDEN
+
+B, T, S, N, K, H = 2, 37, 29, 4, 2, 16
+
+
+def positions(s):
+    return (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+
+
+def soft_cap(s):
+    return 3 * jnp.tanh(s / 3)
+
+
+def alibi(s):
+    row, key = positions(s)
+    slopes = jnp.exp2(-8 * jnp.arange(1, s.shape[1] + 1) / s.shape[1])
+    return s - slopes[:, None, None] * jnp.abs(row - key)
+
+
+def alibi_of_slopes(s, slopes):
+    return s - slopes[:, None, None] * jnp.abs(jnp.arange(s.shape[2])[:, None] - jnp.arange(s.shape[3]))
+
+
+def decay(s, of_rows, of_keys):
+    return s + of_rows[..., None] - of_keys[:, :, None]
+
+
+def prefix(s, lengths):
+    row, key = positions(s)
+    return jnp.where((key <= row) | (key < lengths[:, None, None, None]), s, -jnp.inf)
+
+
+def documents(s, ids, key_ids):
+    row, key = positions(s)
+    return jnp.where((ids[:, None, :, None] == key_ids[:, None, None]) & (row >= key), s, -jnp.inf)
+
+
+def window_2d(s):
+    row, key = positions(s)
+    near = (jnp.abs(row // 6 - key // 6) <= 1) & (jnp.abs(row % 6 - key % 6) <= 2)
+    return jnp.where(near, s, -1e30)
+
+
+def distance_by_row(s, weights):
+    row, key = positions(s)
+    return s - weights[..., None] * jnp.log1p(jnp.abs(row - key).astype(jnp.float32))
+
+
+def gate(s, gates):
+    return s * jnp.tanh(gates)[:, None, None]
+
+
+def causal(s):
+    row, key = positions(s)
+    return jnp.where(row >= key, s, -jnp.inf)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def ids(seed, *shape):
+    return np.sort(np.random.default_rng(seed).integers(0, 4, shape)).astype(np.int32)
+
+
+SCORES = {
+    "soft cap": (soft_cap, ()),
+    "ALiBi": (alibi, ()),
+    "ALiBi with slopes": (alibi_of_slopes, (np.array([0.1, 0.3, 0.02, 0.5], np.float32),)),
+    "decay": (decay, (normal(0, B, N, T), normal(1, B, N, S))),
+    "prefix": (prefix, (np.array([5, 20], np.int32),)),
+    "documents": (documents, (ids(2, B, T), ids(3, B, S))),
+    "2-D window": (window_2d, ()),
+    "distance by row": (distance_by_row, (normal(4, B, N, T),)),
+    "gate": (gate, (normal(5, N),)),
+    "causal": (causal, ()),
+}
+
+
+def is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def arrays(dtype=jnp.float32):
+    """q, k, v and the cotangent of y."""
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
+    return [jnp.asarray(normal(10 + i, *shape), dtype) for i, shape in enumerate(shapes)]
+
+
+def dense(q, k, v, score, operands, seen=True):
+    """Attention with a score, in the arrays' dtype; a score of `HIDDEN` or less hides its key."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    s = score(jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5, *operands)
+    is_seen = jnp.broadcast_to(seen, s.shape) & (s > HIDDEN)
+    s = jnp.where(is_seen, s, 0)
+    e = jnp.where(is_seen, jnp.exp(s - jnp.max(jnp.where(is_seen, s, -1e30), axis=-1, keepdims=True)), 0)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    return jnp.einsum("bhts,bshd->bthd", e / jnp.where(total == 0, 1, total), v)
+
+
+def exactly(q, k, v, dy, score, operands, seen=True):
+    """y, and the gradients of q, k, v and the operands of floating dtypes, in float64."""
+    with jax.enable_x64(True):
+        q, k, v, dy = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, dy))
+        operands = [jnp.asarray(np.asarray(x, np.float64) if is_float(x) else x) for x in operands]
+        places = [i for i, x in enumerate(operands) if is_float(x)]
+
+        def run(q, k, v, *differentiated):
+            given = dict(enumerate(operands)) | dict(zip(places, differentiated, strict=True))
+            return dense(q, k, v, score, [given[i] for i in range(len(operands))], seen)
+
+        y, pullback = jax.vjp(run, q, k, v, *(operands[i] for i in places))
+        return [np.asarray(x) for x in (y, *pullback(dy))]
