@@ -25,6 +25,11 @@ def squared_relu(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
+def soft_capped(x: jax.Array, *, soft_cap: float) -> jax.Array:
+    """soft_cap tanh(x / soft_cap), of scores and logits in Gemma 2 (arXiv 2408.00118)."""
+    return soft_cap * jnp.tanh(x / soft_cap)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": gelu_exact,
     "gelu_new": gelu_tanh,

@@ -11,17 +11,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from coda_jax.extend import explicit_axes, explicit_cuts, placed, prefers_cudnn, without_axes
-from flax_layers import capped_products
+from flax_layers.activation import soft_capped
 from flax_layers.config_checks import check_implementation
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.packing import Segments
 from flax_layers.remat import CONTEXT, named
-from flax_layers.sharding import activation_spec, mesh_axes
-from flax_layers.soft_capped import soft_capped_attention
 
 # A function is called as jax.nn.dot_product_attention is, f(q, k, v, mask=, is_causal=, local_window_size=), and with
 # segment_ids= where that is a parameter of it, scale=, soft_cap= and bias= where they are given: see `attend`.
@@ -54,9 +52,8 @@ def attend(
     a dense mask, (B, 1, T, T). A window beside a dense mask goes into that mask, since cuDNN before 9.10.2 does not
     accept both.
 
-    With soft_cap, as in Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap). In bfloat16, without a mask or bias
-    and with implementation=None, products with epilogues compute it (`flax_layers.capped_products`), else XLA
-    (`flax_layers.soft_capped`), or a given function with soft_cap=.
+    With soft_cap, as in Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap), by `coda.attention(score=)` with any
+    implementation but a function, which has it as soft_cap=.
 
     A function as `implementation` is called with all arrays in four axes, q (B, T, H, Dh), k and v (B, T, Hkv, Dh), and
         mask: the boolean mask, broadcastable to (B, H, T, T), or None.
@@ -74,7 +71,7 @@ def attend(
       scale: of scores; default 1 / sqrt(Dh).
       soft_cap: of scores; default none.
       cache: earlier keys and values, to which k and v are appended. Over a cache that is not empty a token alone, and
-        all tokens with an implementation or a soft_cap, attend by XLA with a mask: that is bound by reading the cache.
+        all tokens with an implementation, attend by XLA with a mask: that is bound by reading the cache.
       implementation: as in Attention.
 
     Returns:
@@ -104,16 +101,13 @@ def attend(
         function_options = {name: x for name, x in options.items() if x is not None}
         by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, function_options)
         return named(_on_explicit_shards(by_function, q, k, v, extras), CONTEXT), cache
-    if soft_cap is not None and implementation is None and mask is None and bias is None:
-        by_products = functools.partial(_by_products, is_causal, sliding_window, scale, soft_cap)
-        if capped_products.is_supported(q, k, soft_cap):
-            return _on_explicit_shards(by_products, q, k, v, {"segment_ids": extras["segment_ids"]}), cache
-    if implementation is None:
-        implementation = _implementation(q, k, soft_cap, is_causal, sliding_window, extras)
-    if implementation is None:
+    if implementation is None and soft_cap is None:
+        implementation = _implementation(q, k, is_causal, sliding_window, extras)
+    if implementation is None or soft_cap is not None:
         masks: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "mask": mask}
-        return _by_coda(q, k, v, segments=segments, bias=bias, scale=scale, **masks), cache
-    return _by_jax(q, k, v, extras, options, is_causal, sliding_window, implementation, score_shape), cache
+        masks |= {"segments": segments, "bias": bias}
+        return _by_coda(q, k, v, implementation=implementation, **options, **masks), cache
+    return _by_jax(q, k, v, extras, scale, is_causal, sliding_window, implementation, score_shape), cache
 
 
 def _by_coda(
@@ -124,14 +118,18 @@ def _by_coda(
     is_causal: bool,
     sliding_window: int | None,
     scale: float | None,
+    soft_cap: float | None,
     segments: Segments | None = None,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     query_offset: jax.Array | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Attention by `coda.attention`, which names its result for policies."""
     seen: Any = mask
     options: dict[str, Any] = {}
+    if soft_cap is not None:
+        options["score"] = functools.partial(soft_capped, soft_cap=soft_cap)
     if segments is not None and mask is None:
         seen = coda.Intervals(segments.first, segments.last)
     elif segments is not None:
@@ -146,6 +144,7 @@ def _by_coda(
         local_window_size=_window(sliding_window),
         query_offset=query_offset,
         scale=scale,
+        implementation=implementation,
         **options,
     )
     return y
@@ -160,23 +159,23 @@ def _by_jax(
     k: jax.Array,
     v: jax.Array,
     extras: dict[str, jax.Array | None],
-    options: dict[str, Any],
+    scale: float | None,
     is_causal: bool,
     sliding_window: int | None,
     implementation: Literal["xla", "cudnn"],
     score_shape: tuple[Any, ...],
 ) -> jax.Array:
-    """Attention by cuDNN or XLA; `extras` has the mask, the bias and the segments, `options` the scale and the cap."""
+    """Attention by cuDNN or XLA; `extras` has the mask, the bias and the segments."""
     mask, bias = extras["mask"], extras["bias"]
     if extras["segment_ids"] is not None:
         mask = _with_segments(mask, extras["segment_ids"])
-    is_capped = options["soft_cap"] is not None
     window = _window(sliding_window)
-    if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla" and not is_capped):
+    if sliding_window is not None and _is_dense(mask, bias, by_jax=implementation == "xla"):
         window, mask = None, _with_window(mask, q.shape[-3], sliding_window)
     # cuDNN does not broadcast the last two axes.
     mask, bias = (None if x is None else jnp.broadcast_to(x, (*x.shape[:-2], *score_shape[-2:])) for x in (mask, bias))
-    options = options | {"is_causal": is_causal, "local_window_size": window, "implementation": implementation}
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal}
+    options |= {"local_window_size": window, "implementation": implementation}
 
     def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, _: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, bias=bias, **options)
@@ -223,17 +222,20 @@ def _over_cache(
     """Attention of the last tokens to all that a cache holds: of several by `coda.attention`, of one by XLA."""
     assert cache.length is not None
     count: Any = q.shape[1]
-    if implementation is None and options["soft_cap"] is None and isinstance(count, int) and count > 1:
+    if implementation is None and isinstance(count, int) and count > 1:
         masks: dict[str, Any] = {"is_causal": True, "sliding_window": sliding_window}
-        return _by_coda(q, cache.k, cache.v, scale=options["scale"], query_offset=cache.length - count, **masks)
+        return _by_coda(q, cache.k, cache.v, query_offset=cache.length - count, **options, **masks)
     slots = jnp.arange(cache.capacity)
     queries = (cache.length[:, None] - count + jnp.arange(count))[:, :, None]
     seen = slots <= queries
     if sliding_window is not None:
         seen &= slots > queries - sliding_window
+    if options["soft_cap"] is not None:
+        masks = {"is_causal": False, "sliding_window": None, "mask": seen[:, None]}
+        return _by_coda(q, cache.k, cache.v, implementation="xla", **options, **masks)
 
     def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, *_: None) -> jax.Array:
-        return _dot_product_attention(q, k, v, mask=mask, implementation="xla", **options)
+        return _dot_product_attention(q, k, v, mask=mask, implementation="xla", scale=options["scale"])
 
     return _on_explicit_shards(cached, q, cache.k, cache.v, {"mask": seen[:, None]})
 
@@ -347,60 +349,14 @@ def _by_function(
     return y.reshape(original.shape)
 
 
-def _by_products(
-    is_causal: bool,
-    sliding_window: int | None,
-    scale: float | None,
-    soft_cap: float,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    _mask: None,
-    _bias: None,
-    segment_ids: jax.Array | None,
-) -> jax.Array:
-    """Capped scores by `capped_attention`."""
-    original = q
-    if q.ndim == 3:
-        q, k, v = q[None], k[None], v[None]
-        segment_ids = None if segment_ids is None else segment_ids[None]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = capped_products.Scores(soft_cap, scale, is_causal, sliding_window)
-    return _on_automatic_shards(
-        functools.partial(capped_products.capped_attention, scores), q, k, v, segment_ids
-    ).reshape(original.shape)
-
-
-def _on_automatic_shards(
-    function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-) -> jax.Array:
-    """function(q, k, v, segment_ids), on each device for its rows and heads if rules shard them over automatic axes.
-
-    XLA alone would gather the heads: a batch of products has rows and heads in one axis.
-    """
-    q_spec, k_spec = (
-        activation_spec(x.shape, "batch", None, name, None) for x, name in ((q, "heads"), (k, "kv_heads"))
-    )
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-    if q_spec is None or k_spec is None or not automatic.intersection(mesh_axes(q_spec)) or q_spec != k_spec:
-        return function(q, k, v, segment_ids)
-    rows = None if segment_ids is None else PartitionSpec(q_spec[0], None)
-    specs = (q_spec, k_spec, k_spec, rows)
-    return jax.shard_map(function, in_specs=specs, out_specs=q_spec, axis_names=automatic)(q, k, v, segment_ids)
-
-
 def _dot_product_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     *,
     implementation: Literal["xla", "cudnn"],
-    soft_cap: float | None = None,
     **options: Any,
 ) -> jax.Array:
-    if soft_cap is not None:
-        return _soft_capped(q, k, v, soft_cap, **options)
     options["implementation"] = implementation
     if implementation == "cudnn" and (q.shape[-3] % 2 or k.shape[-3] % 2):
         return _with_one_more(q, k, v, **options)
@@ -409,15 +365,6 @@ def _dot_product_attention(
         widened = (x.astype(jnp.float32) for x in (q, k, v))
         return jax.nn.dot_product_attention(*widened, **options).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, **options)
-
-
-def _soft_capped(q: jax.Array, k: jax.Array, v: jax.Array, soft_cap: float, **options: Any) -> jax.Array:
-    """`soft_capped_attention` of arrays with a batch axis or without."""
-    options = {"scale": None, "is_causal": False, **options}
-    options["scale"] = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-    if q.ndim == 4:
-        return soft_capped_attention(q, k, v, soft_cap=soft_cap, **options)
-    return soft_capped_attention(q[None], k[None], v[None], soft_cap=soft_cap, **options)[0]
 
 
 def _with_one_more(
@@ -442,14 +389,13 @@ def _with_one_more(
 def _implementation(
     q: jax.Array,
     k: jax.Array,
-    soft_cap: float | None,
     is_causal: bool,
     sliding_window: int | None,
     extras: dict[str, jax.Array | None],
 ) -> Literal["xla", "cudnn"] | None:
-    """The default: cuDNN where it is faster, XLA of JAX for a soft cap and for a token alone, else `coda.attention`."""
+    """The default: cuDNN where it is faster, XLA of JAX for a token alone, else `coda.attention`."""
     length: Any = q.shape[-3]
-    if soft_cap is not None or (isinstance(length, int) and length == 1):
+    if isinstance(length, int) and length == 1:
         return "xla"
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.

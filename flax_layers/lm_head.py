@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from coda_jax import DeferredNorm, Stream, linear_cross_entropy, token_logprobs
 from coda_jax.extend import array
+from flax_layers.activation import soft_capped
 from flax_layers.adapters import LowRank
 from flax_layers.axis_metadata import parameter
 from flax_layers.linear import default_kernel_init
@@ -195,11 +196,6 @@ class _AdaptedHead(NamedTuple):
         lora = self.low_rank.lora
         delta = lora.lora_a[...], lora.lora_b[...]
         return {"w": self.w, "low_rank": delta, "transpose_w": self.transposed, "dtype": self.low_rank.dtype}
-
-
-def soft_capped(y: jax.Array, *, soft_cap: float) -> jax.Array:
-    """soft_cap * tanh(y / soft_cap), as in Gemma 2 (arXiv 2408.00118)."""
-    return soft_cap * jnp.tanh(y / soft_cap)
 
 
 def logits_of(

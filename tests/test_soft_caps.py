@@ -1,4 +1,4 @@
-"""Attention with capped scores by products with epilogues: values and gradients, in spans and blocks, on meshes."""
+"""Attention with capped scores: values and gradients in 16 bits, over caches, on meshes, under policies of remat."""
 
 import re
 
@@ -11,8 +11,9 @@ from jax.sharding import AxisType
 
 import coda_jax as coda
 import flax_layers as layers
-from flax_layers import capped_products, sharding
+from flax_layers import sharding
 from flax_layers.attend import attend
+from flax_layers.decoding.kv_cache import KVCache
 from tests.chain_cases import normal
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -38,39 +39,6 @@ def test_no_sequences():
         lambda *x: attend(*x, soft_cap=CAP, scale=SCALE)[0], *(x[:0].astype(jnp.bfloat16) for x in (Q, K, V))
     )
     assert [x.shape for x in (y, *back(y))] == [x[:0].shape for x in (Q, Q, K, V)]
-
-
-def assert_as_good_as_xla(arrays=(Q, K, V), **options):
-    """No further from float32 than XLA's own attention in bfloat16 by more than a half."""
-    options = {"soft_cap": CAP, "scale": SCALE, **options}
-    by_xla = lambda *x: attend(*x, implementation="xla", **options)[0]  # noqa: E731
-    exact, rough = (of_dtype(by_xla, dtype, *arrays) for dtype in (jnp.float32, jnp.bfloat16))
-    got = of_dtype(lambda *x: attend(*x, **options)[0], jnp.bfloat16, *arrays)
-    assert np.all(errors(got, exact) <= 1.5 * errors(rough, exact) + 1e-3)
-    assert not np.array_equal(got[0], rough[0])  # it was not XLA's attention again
-
-
-@pytest.fixture(params=["one block", "spans", "spans of blocks"])
-def sizes(request, monkeypatch):
-    """Spans of 16 queries or more, and blocks of 3 rows, of which the last has less."""
-    if request.param != "one block":
-        monkeypatch.setattr(capped_products, "_LEAST_SPAN", 16)
-    if request.param == "spans of blocks":
-        monkeypatch.setattr(capped_products, "_MOST_BYTES", 2 * B * H * 40 * 3)
-    jax.clear_caches()  # they are not arguments of what is jitted
-    yield request.param
-    jax.clear_caches()
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"is_causal": False}], ids=str)
-@pytest.mark.parametrize("has_segments", [False, True])
-def test_values_and_gradients(sizes, options, has_segments):
-    assert_as_good_as_xla(**options, segment_ids=IDS if has_segments else None)
-
-
-def test_attention_to_another_text(sizes):
-    assert_as_good_as_xla((Q, *CONTEXT), is_causal=False)
 
 
 @pytest.mark.parametrize("cap", [0.5, 64.0])
@@ -102,15 +70,15 @@ def test_gradients_far_beyond_the_cap(cap, scale):
     with jax.enable_x64(True):
         _, pullback = jax.vjp(lambda *x: textbook(*x, cap, scale), *(x.astype(jnp.float64) for x in arrays))
         exact = [np.asarray(x) for x in pullback(dy.astype(jnp.float64))]
-    options = {"soft_cap": cap, "scale": scale}
-    by_xla = lambda *x: attend(*x, implementation="xla", **options)[0]  # noqa: E731
-    by_products = lambda *x: attend(*x, **options)[0]  # noqa: E731
-    rough, got = (of_dtype(f, jnp.bfloat16, *arrays)[1:] for f in (by_xla, by_products))
+    rough, got = (
+        of_dtype(f, jnp.bfloat16, *arrays)[1:]
+        for f in (lambda *x: textbook(*x, cap, scale), lambda *x: attend(*x, soft_cap=cap, scale=scale)[0])
+    )
     assert np.all(errors(got, exact) <= 1.5 * errors(rough, exact) + 1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_no_rows_of_nan(sizes, window):
+def test_no_rows_of_nan(window):
     """Rows that fill up the last block are of numbers too."""
     options = {"soft_cap": CAP, "sliding_window": window, "segment_ids": IDS}
 
@@ -136,34 +104,36 @@ def test_vmap():
     np.testing.assert_allclose(got.astype(jnp.float32), jnp.stack(wanted).astype(jnp.float32), atol=0.03)
 
 
-@pytest.mark.parametrize(
-    "q, options",
-    [
-        (Q, {}),
-        (Q.astype(jnp.float16), {}),
-        (Q.astype(jnp.bfloat16), {"soft_cap": 65.0}),
-        (Q.astype(jnp.bfloat16), {"mask": jnp.ones((T, T), bool)}),
-        (Q.astype(jnp.bfloat16), {"bias": jnp.zeros((T, T))}),
-        (Q.astype(jnp.bfloat16), {"implementation": "xla"}),
-        (Q[:, :1].astype(jnp.bfloat16), {}),
-    ],
-    ids=["float32", "float16", "a wide cap", "mask", "bias", "asked for XLA", "one query"],
-)
-def test_what_xla_computes(q, options):
-    """XLA computes what the products do not take."""
-    k, v = (x[:, : q.shape[1]].astype(q.dtype) for x in (K, V))
-    text = str(jax.make_jaxpr(lambda *x: attend(*x, **{"soft_cap": CAP, **options})[0])(q, k, v))
-    assert "coda_gemm" not in text
-
-
-def test_every_product_is_a_kernel():
-    """Two forward and five backward in each of four spans, lowered for a GPU with nothing left to XLA."""
+@pytest.mark.parametrize("has_segments", [False, True])
+def test_attention_is_a_kernel(has_segments):
+    """Forward and backward, for a GPU; kept are q, k, v and y, a sum a row, and which keys a query sees."""
     types = [jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
-    step = jax.grad(lambda *x: jnp.sum(attend(*x, soft_cap=CAP, sliding_window=1000)[0].astype(jnp.float32)), (0, 1, 2))
-    found = coda.explain(step, *types, platform="cuda", device="H100")
-    assert all(not one.reason for one in found.products) and sum(found.products.values()) == 4 * 7
-    of_rows = 2 * 64 * (8 + 4 + 4 + 8) + 4 * 8  # q, k, v and y; float32 sums; and which keys a query sees
-    assert found.totals.kept_bytes <= 4096 * (of_rows + 2 * 4)
+    ids = jnp.repeat(jnp.arange(4), 1024)[None] if has_segments else None
+
+    def loss(*x):
+        y, _ = attend(*x, soft_cap=CAP, sliding_window=1000, segment_ids=ids)
+        return jnp.sum(y.astype(jnp.float32))
+
+    found = coda.explain(jax.grad(loss, (0, 1, 2)), *types, platform="cuda", device="H100")
+    assert not found.products and sum(found.attention_calls.values()) == 2
+    assert all(not one.reason for one in found.attention_calls)
+    of_rows = 2 * 64 * (8 + 4 + 4 + 8) + 4 * 8 + 3 * 4
+    assert found.totals.kept_bytes <= 4096 * of_rows
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("step", [1, 3])
+def test_over_a_cache(step, window):
+    """A token or several after those of a cache have what they have in the whole text."""
+    options = {"soft_cap": CAP, "scale": SCALE, "sliding_window": window}
+    wanted = attend(Q, K, V, **options)[0]
+    cache = KVCache.empty(B, T, KV, DH, jnp.float32)
+    found = []
+    for start in (0, 60, 60 + step):
+        end = {0: 60, 60: 60 + step}.get(start, 60 + 2 * step)
+        y, cache = attend(*(x[:, start:end] for x in (Q, K, V)), **options, cache=cache)
+        found.append(y)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), wanted[:, : 60 + 2 * step], atol=3e-5)
 
 
 CONFIG = layers.GemmaConfig(
@@ -214,12 +184,9 @@ def test_on_a_mesh(plan, kind):
 
 @pytest.mark.parametrize("remat, again", [("save_attention", 0), ("full", 2)])
 def test_what_remat_computes_again(remat, again):
-    """The policy that keeps attention's result keeps its sums too: the forward products of attention run once."""
+    """The policy that keeps attention's result keeps its sums too: attention runs forward once."""
     graph, state = nnx.split(made(remat=remat), nnx.Param)
     step = jax.grad(lambda state, tokens: loss(nnx.merge(graph, state), tokens))
-    found = coda.explain(step, state, TOKENS, platform="cuda", device="H100").products
-    counts = {one.epilogue: 0 for one in found}
-    for one, count in found.items():
-        counts[one.epilogue] += count
-    assert counts["weighted_values"] == 2 + again and counts["capped_exponentials"] == 2 + again
-    assert counts["capped_slopes"] == counts["capped_scores_cotangent"] == 2
+    text = str(jax.make_jaxpr(step)(state, TOKENS))
+    assert len(re.findall(r"coda_attention\[", text)) == 2 + again
+    assert len(re.findall(r"coda_attention_backward\[", text)) == 2
