@@ -46,10 +46,8 @@ class Attention(nnx.Module):
     over all heads at once, as in OLMo 2. No tile has an entire row, so that is one pass over q and one over k, after
     products of their own, which have separate kernels then.
 
-    Attention is `coda.attention`. With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap). In
-    bfloat16, for caps up to 64 and without a mask or bias, it is products with epilogues
-    (`flax_layers.capped_products`); else XLA computes it (`flax_layers.soft_capped`). Both work on a block of queries
-    at a time.
+    Attention is `coda.attention`. With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap), by its
+    score function.
 
     The three projections are one product and one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key
     heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are one

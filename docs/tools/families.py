@@ -46,7 +46,7 @@ def layers() -> str:
     lines = [row(name, config) for name, config in FAMILIES.items()]
     head = (
         *("layer of", "products", "of them fused"),
-        *("passes forward", "backward", "MB", "plain JAX: forward", "backward", "plain: MB", "attention by"),
+        *("passes forward", "backward", "MB", "plain JAX: forward", "backward", "plain: MB"),
     )
     return table(head, lines)
 
@@ -65,12 +65,9 @@ def row(name: str, config: LlamaConfig) -> list[str]:
 
     ours, theirs = (explained(f, types, x) for f in (fused, plain))
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    # Products of attention are batches of matrices, a head each.
-    of_heads = sum(count for one, count in ours.products.items() if one.a.count(",") > 1)
-    products = sum(ours.products.values()) - of_heads
-    kernels = sum(count for one, count in ours.products.items() if not one.reason) - of_heads
-    both = [text for found in (ours, theirs) for text in passes(found, is_capped=capped)]
-    return [name, str(products), str(kernels), *both, f"{of_heads} products" if capped else "`coda.attention`"]
+    products = sum(ours.products.values())
+    kernels = sum(count for one, count in ours.products.items() if not one.reason)
+    return [name, str(products), str(kernels), *passes(ours), *passes(theirs, without_scores=capped)]
 
 
 def explained(f: Callable[..., Any], state: Any, x: Any) -> coda.Explanation:
@@ -81,12 +78,13 @@ def explained(f: Callable[..., Any], state: Any, x: Any) -> coda.Explanation:
     return coda.explain(step, state, x, x, platform="cuda", device="H100")
 
 
-def passes(found: coda.Explanation, *, is_capped: bool) -> list[str]:
+def passes(found: coda.Explanation, *, without_scores: bool = False) -> list[str]:
     """How many forward and backward read and write as much as x or more, and the megabytes of all.
 
-    Without those over scores that XLA computes.
+    Args:
+      without_scores: leaves out those over scores, which are XLA's where it computes attention.
     """
-    own = {one: count for one, count in found.passes.items() if not (is_capped and _is_of_scores(one.array))}
+    own = {one: count for one, count in found.passes.items() if not (without_scores and _is_of_scores(one.array))}
     least = 2 * TOKENS[0] * TOKENS[1] * SIZES["hidden_size"]
     large = {one: count for one, count in own.items() if one.bytes >= least}
     counts = [sum(count for one, count in large.items() if one.is_backward == is_backward) for is_backward in (0, 1)]

@@ -70,8 +70,7 @@ class GemmaConfig(LlamaConfig):
 class Gemma(Llama):
     """Gemma: a Llama with scales 1 + w in its norms, and from Gemma 2 on norms after sub-layers too.
 
-    Arguments as of `Llama`, with a GemmaConfig. From arXiv 2403.08295, 2408.00118 and 2503.19786. Attention with capped
-    scores is products with epilogues, not `coda.attention`: see `Attention`.
+    Arguments as of `Llama`, with a GemmaConfig. From arXiv 2403.08295, 2408.00118 and 2503.19786.
     """
 
     _config_class = GemmaConfig
