@@ -9,13 +9,13 @@
 // factor.
 #pragma once
 
-#include "attention_masks.cuh"
+#include "attention_results.cuh"
 #include "attention_scores.cuh"
 #include "claims.cuh"
 
 namespace coda::attention {
 
-template <int score_arrays>
+template <int score_arrays, int result_pointers = 0>
 struct ForwardParamsOf {
   ptx::TensorMap q, k, v;  // (columns, heads, rows, batch), boxes of 64 columns of one head
   unsigned short* y;       // (batch, queries, heads, value width)
@@ -23,6 +23,7 @@ struct ForwardParamsOf {
   int* claimed;            // how many pieces are claimed, 0
   Mask mask;
   [[no_unique_address]] ScorePointers<score_arrays> score;
+  [[no_unique_address]] Pointers<result_pointers> results;  // beside y
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
@@ -33,7 +34,7 @@ using ForwardParams = ForwardParamsOf<0>;
 
 /// Config: input, head, value_head (widths, multiples of 8), keys (of a tile), consumers, stages, q_stages; has_arrays,
 /// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type; has_even_rows (the last two's);
-/// Score, if there is one.
+/// Score, if there is one; with results beside y also what attention_results.cuh says.
 template <class Config>
 struct Forward {
   static constexpr DType input = Config::input;
@@ -44,7 +45,7 @@ struct Forward {
   static constexpr int steps = (Config::head + 15) / 16;  // of a score's sum
   static constexpr int registers = keys / 2, words = keys / 4, outputs = 32 * value_chunks;
   using Score = typename ScoreOf<Config>::Type;
-  using Params = ForwardParamsOf<Score::arrays>;
+  using Params = ForwardParamsOf<Score::arrays, result_pointers<Config>()>;
   static constexpr bool has_score = ScoreOf<Config>::is_there, has_arrays = Config::has_arrays;
   static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
   static constexpr float masked = has_score ? hidden_score : masked_score;
@@ -471,13 +472,35 @@ struct Forward {
       const float inverse = has_seen ? 1.0f / total[r] : 0.0f;
       unsigned short* to =
           p.y + ((static_cast<long long>(work.batch) * p.queries + query) * p.heads + work.head) * Config::value_head;
-      store_row<input, Config::value_head, outputs>(query < p.queries ? to : nullptr, 0, [&](int j, int c) {
-        return has_seen ? o[4 * j + 2 * r + c] * inverse : 0.0f;
-      });
+      if constexpr (keeps_result<Config>())
+        store_row<input, Config::value_head, outputs>(query < p.queries ? to : nullptr, 0, [&](int j, int c) {
+          return has_seen ? o[4 * j + 2 * r + c] * inverse : 0.0f;
+        });
       if (threadIdx.x % 4 == 0 && query < p.queries)
         p.lse[(static_cast<long long>(work.batch) * p.heads + work.head) * p.queries + query] =
             has_seen ? (maximum[r] * unit + log2f(total[r])) / log2_e : -infinity();
     }
+    if constexpr (has_results<Config>) store_results(o, total, maximum, my_row, work);
+  }
+
+  /// What is made of y, as it is stored.
+  __device__ __forceinline__ void store_results(const float (&o)[outputs], const float (&total)[2],
+                                                const float (&maximum)[2], int my_row, const Piece& work) const {
+    float inverse[2];
+    bool has_seen[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      has_seen[r] = maximum[r] != masked_score || total[r] != total[r];
+      inverse[r] = has_seen[r] ? 1.0f / total[r] : 0.0f;
+    }
+    const int row = my_row - static_cast<int>(threadIdx.x % 32 / 4);
+    const long long tile = (static_cast<long long>(work.batch) * p.heads + work.head) * tiles() + work.row / rows;
+    const FragmentPlace place = {
+        work.batch, p.batch, row, p.queries, work.head, p.heads, tile * (rows / 16) + (row - work.row) / 16};
+    Results<Config, input, Config::value_head, outputs>::store(p.results, place, [&](int i) {
+      const int r = i / 2 % 2;
+      return rounded_half<input>(has_seen[r] ? o[i] * inverse[r] : 0.0f);
+    });
   }
 };
 

@@ -266,6 +266,11 @@ __device__ __forceinline__ float widened_half(uint32 word, int half) {
     return ptx::f16_to_float(static_cast<ptx::uint16>(half ? word >> 16 : word));
 }
 
+template <DType input>
+__device__ __forceinline__ float rounded_half(float value) {
+  return widened_half<input>(packed<input>(value, value), 0);
+}
+
 /// Four lanes have a pair of each of four groups of 8 columns; then each has the four pairs of one group.
 __device__ __forceinline__ void exchange_in_quad(uint32 (&words)[4]) {
 #pragma unroll

@@ -12,11 +12,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tolerance import check
 
 from coda_jax.attend.kernel import BackwardTiles, ForwardTiles
+from coda_jax.attend.results import Results
 from coda_jax.attend.score import HIDDEN, trace
 from coda_jax.attend.score.text import emit
+from coda_jax.epilogue import emit as emit_epilogue
+from coda_jax.epilogue import saturate
+from coda_jax.epilogue import trace as trace_epilogue
+from tests.tolerance import check
 
 TESTS = pathlib.Path(__file__).resolve().parent
 HEADERS = TESTS.parent / "cuda"
@@ -40,6 +44,8 @@ class Kernel:
     deterministic: bool = True
     split: bool = False
     score: str = ""  # the text of a score function
+    results: str | None = None  # of `EPILOGUES`
+    keeps_y: bool = True
 
     @property
     def forward(self):
@@ -48,6 +54,25 @@ class Kernel:
     @property
     def backward(self):
         return BackwardTiles.of(self.head, self.value_head)
+
+    @property
+    def epilogue(self):
+        if self.results is None:
+            return ""
+        results = results_of(self.results, 32, 64)
+        return "\n" + emit_epilogue(results.program, results.dtypes, [False] * results.count)
+
+    @property
+    def members_of_results(self):
+        if self.results is None:
+            return ""
+        results = results_of(self.results, 32, 64)
+        first = results.count + len(results.program.reductions)
+        pointers, keeps = first + len(results.dtypes), int(self.keeps_y)
+        return f"""    using Epilogue = ::Epilogue;
+    static constexpr int result_pointers = {pointers}, first_store = {first};
+    static constexpr bool keeps_result = {keeps};
+"""
 
     @property
     def numpy(self):
@@ -67,7 +92,7 @@ class Kernel:
             "has_even_rows": self.even_rows,
         }
         return f"""
-{self.score}
+{self.score}{self.epilogue}
 struct Common {{
   {"using Score = ::Score;" if self.score else ""}
   static constexpr DType input = DType::{self.dtype}, bias_type = DType::f32;
@@ -78,7 +103,7 @@ struct Tiles {{
   struct Forward : Common {{
     static constexpr int keys = {forward.keys}, consumers = {forward.consumers};
     static constexpr int stages = {forward.stages}, q_stages = {forward.q_stages}, shared_bytes = {forward_bytes};
-  }};
+{self.members_of_results}  }};
   struct Backward : Common {{
     static constexpr int dim = {backward.dim}, keys = {backward.keys}, queries = {backward.queries};
     static constexpr int stages = {backward.stages}, shared_bytes = {backward_bytes};
@@ -86,6 +111,33 @@ struct Tiles {{
   }};
 }};
 """
+
+
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+
+
+def copies_in_8_bits(y, scale):
+    y8 = saturate(y * scale, E4M3)
+    return y8, y8.T, jnp.max(jnp.abs(y))
+
+
+def in_many_dtypes(y, scale, shift):
+    """One result is stored transposed alone, one is beyond its dtype's range, and maxima are of both signs."""
+    wide = (y * 3e5).astype(E5M2)
+    z = y * scale + shift
+    return wide, z.astype(jnp.bfloat16), saturate(z, E4M3).T, y - 1, jnp.max(y), jnp.max(-z - 50)
+
+
+EPILOGUES = {"copies_in_8_bits": (copies_in_8_bits, 1), "in_many_dtypes": (in_many_dtypes, 2)}
+
+
+@functools.cache
+def results_of(name, rows, columns, keeps_y=True):
+    """An epilogue of `EPILOGUES` beside y of this size as a matrix, as attention's primitive has it."""
+    function, count = EPILOGUES[name]
+    scalars = [jax.ShapeDtypeStruct((), np.float32)] * count
+    traced, _ = trace_epilogue(function, jax.ShapeDtypeStruct((rows, columns), np.float32), scalars)
+    return Results(traced.program, tuple(traced.out_avals[x.output].dtype for x in traced.program.stores), keeps_y)
 
 
 class Schedule(ctypes.Structure):
@@ -109,6 +161,7 @@ class Problem(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("schedule", Schedule),
         *((name, ctypes.c_void_p) for name in ARRAYS),
+        ("results", ctypes.c_void_p * 8),
     ]
 
 
@@ -258,6 +311,10 @@ class Case:
         return seen & self.shown if self.kernel.arrays else seen
 
     @property
+    def without_results(self):
+        return dataclasses.replace(self, kernel=dataclasses.replace(self.kernel, results=None, keeps_y=True))
+
+    @property
     def seen(self):
         return self.mask.seen(len(self.q), self.q.shape[2], self.q.shape[1], self.k.shape[1]) & self.shown
 
@@ -313,19 +370,12 @@ def scored(kernel, mask, score, operands=(), **sizes):
 # ---- what kernels give, and what they should
 
 
-def run(case, folder, schedule=None, fault=None):
-    """y, lse, dq, dk, dv as the kernels make them."""
-    kernel, mask, q, k = case.kernel, case.mask, case.q, case.k
-    library = kernels(kernel, folder, fault)
-    (batch, queries, heads, _), keys, key_heads = q.shape, k.shape[1], k.shape[2]
+def mask_arrays(case):
+    """The mask's arrays and its tiles, by the names of `ARRAYS`."""
+    kernel, mask, values = case.kernel, case.mask, {}
+    (batch, queries), keys = case.q.shape[:2], case.k.shape[1]
     padded_queries, padded_keys = up_to(queries, 128), up_to(keys, 128)
     tile_keys, tile_queries, seen = kernel.backward.keys, kernel.backward.queries, case.listed
-    query_tiles = -(-queries // tile_queries)
-    dim_part = tile_queries * kernel.backward.dim // 2
-    sums = np.zeros((batch, heads, query_tiles, 2, dim_part), np.float32)
-    of_split = (case.splits,) if kernel.split else ()
-    of_result = np.float32 if kernel.split else kernel.numpy
-    values = {name: getattr(case, name) for name in ("q", "k", "v", "dy", "dlse")}
     if kernel.arrays:
         forward_tiles = tiles_of(seen, kernel.forward.rows, kernel.forward.keys, mask.exactly)
         needed, full = tiles_of(seen, tile_queries, tile_keys, mask.exactly)
@@ -355,6 +405,23 @@ def run(case, folder, schedule=None, fault=None):
     if kernel.bias:
         values["bias"] = mask.bias.astype(np.float32)
     values |= {f"score_array_{i}": x for i, x in enumerate(case.score_arrays)}
+    return values
+
+
+def run(case, folder, schedule=None, fault=None):
+    """y, lse, dq, dk, dv as the kernels make them."""
+    kernel, mask, q, k = case.kernel, case.mask, case.q, case.k
+    library = kernels(kernel, folder, fault)
+    (batch, queries, heads, _), keys, key_heads = q.shape, k.shape[1], k.shape[2]
+    padded_queries = up_to(queries, 128)
+    tile_keys, tile_queries, seen = kernel.backward.keys, kernel.backward.queries, case.listed
+    query_tiles = -(-queries // tile_queries)
+    dim_part = tile_queries * kernel.backward.dim // 2
+    sums = np.zeros((batch, heads, query_tiles, 2, dim_part), np.float32)
+    of_split = (case.splits,) if kernel.split else ()
+    of_result = np.float32 if kernel.split else kernel.numpy
+    values = {name: getattr(case, name) for name in ("q", "k", "v", "dy", "dlse")}
+    values |= mask_arrays(case)
     values["claimed"] = np.zeros(1, np.int32)
     made = {
         "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
@@ -399,6 +466,41 @@ def run(case, folder, schedule=None, fault=None):
     if kernel.split:
         out |= {name: out[name].sum(0).astype(kernel.numpy) for name in ("dk", "dv")}
     return out
+
+
+def run_with_results(case, folder, scalars, schedule=None, fault=None):
+    """y (None where it is not kept), lse, stores and maxima as the forward kernel makes them."""
+    kernel, (batch, queries, heads, _) = case.kernel, case.q.shape
+    library = kernels(kernel, folder, fault)
+    y_shape, rows = (batch, queries, heads, kernel.value_head), kernel.forward.rows
+    results = results_of(kernel.results, batch * queries, heads * kernel.value_head, kernel.keeps_y)
+    words = np.empty((batch, heads, -(-queries // rows) * (rows // 16)), np.float32)
+    stores = [np.empty(*x) for x in zip(results.shapes(y_shape), results.dtypes, strict=False)]
+    given = [guarded(np.float32(x)) for x in scalars]
+    made = [guarded(x, True) for x in (*[words] * len(results.program.reductions), *stores)]
+    values = {name: guarded(getattr(case, name)) for name in ("q", "k", "v")}
+    values |= {name: guarded(x) for name, x in mask_arrays(case).items()}
+    values |= {"y": guarded(np.empty(y_shape, kernel.numpy), True), "claimed": guarded(np.zeros(1, np.int32))}
+    values["lse"] = guarded(np.empty((batch, heads, queries), np.float32), True)
+    problem = Problem(
+        **dict(zip(COUNTS, (batch, queries, case.k.shape[1], heads, case.k.shape[2]), strict=False)),
+        left=case.mask.left,
+        right=case.mask.right,
+        splits=1,
+        scale=case.scale,
+        schedule=Schedule(1, 0, 0, 0, 1) if schedule is None else schedule,
+        **{name: x.ctypes.data for name, (_, x) in values.items()},
+        results=(ctypes.c_void_p * 8)(*(x.ctypes.data for _, x in (*given, *made))),
+    )
+    wrong = library.forward(ctypes.byref(problem)).decode()
+    assert not wrong, wrong
+    for i, (memory, x) in enumerate((*values.values(), *given, *made)):
+        assert is_intact(memory, x), f"something wrote beside array {i}"
+    y, lse, count = values["y"][1], values["lse"][1], len(results.program.reductions)
+    if not kernel.keeps_y:
+        assert (y.view(np.uint8) == 0xFF).all(), "y is stored"
+    maxima = [x.max() for _, x in made[:count]]
+    return y if kernel.keeps_y else None, lse, [x for _, x in made[count:]], maxima
 
 
 def formula(case, working):

@@ -4,12 +4,11 @@ import contextlib
 import functools
 
 import jax
-import numpy as np
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 
 from coda_jax import ffi
 from coda_jax.attend import cuda, kernel
-from coda_jax.attend.primitive import FORMS, is_backward
+from coda_jax.attend.primitive import FORMS, attention_forward_p, is_backward, types_of
 
 
 def stand_in(monkeypatch, reason=None):
@@ -28,10 +27,9 @@ def stand_in(monkeypatch, reason=None):
         call = ffi.LaunchCall(name=name, source="", threads=128, smem_bytes=0, grid=(0, 0, 1))
         return ffi.launch_call(list(arrays), results, call)
 
-    def forward(q, k, v, *masks, spec, yields):
-        batch, rows, heads, _ = q.shape
-        results = [(batch, rows, heads, v.shape[3]), q.dtype], [(batch, heads, rows), np.float32]
-        return launch("attention", (q, k, v, *masks), [jax.ShapeDtypeStruct(*x) for x in results], yields)
+    def forward(*arrays, spec, yields):
+        results = types_of(attention_forward_p, *map(jax.typeof, arrays), spec=spec)
+        return launch("attention", arrays, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], yields)
 
     def backward(*arrays, spec, yields):
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]

@@ -4,9 +4,13 @@ Copies and products are early or late, and the threads' turns are in several ord
 others can go on: what is right in all of these does not hang on who is faster.
 """
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
+    EPILOGUES,
     UNBOUNDED,
     Fault,
     Kernel,
@@ -17,7 +21,9 @@ from attention_cases import (
     check_case,
     check_spoiled,
     common_headers,
+    results_of,
     run,
+    run_with_results,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -216,6 +222,60 @@ def test_no_warp_is_fast_enough_by_chance(folder, starved):
     check_case(one_long_document(), folder, schedule=Schedule(3, 0, starved, 0, 1))
 
 
+# ---- results beside y
+
+
+def as_bytes(x):
+    return np.ascontiguousarray(x).view(np.uint8)
+
+
+def check_results(one, folder, schedule=LATE_PRODUCTS, fault=None):
+    """Stores and maxima are bit for bit those of XLA, from y as it is stored, which is given back where it is kept."""
+    scalars = [np.float32(x) for x in (37.0, 0.5)[: EPILOGUES[one.kernel.results][1]]]
+    y, _, stores, maxima = run_with_results(one, folder, scalars, schedule, fault)
+    of_y = run(one.without_results, folder)["y"] if y is None else y
+    results = results_of(one.kernel.results, of_y.shape[0] * of_y.shape[1], of_y.shape[2] * of_y.shape[3])
+    expected, count = results.by_xla(jnp.asarray(of_y), scalars), len(stores)
+    for i, (x, want) in enumerate(zip(stores, expected[:count], strict=True)):
+        np.testing.assert_array_equal(as_bytes(x), as_bytes(np.asarray(want)), err_msg=f"store {i}")
+    np.testing.assert_array_equal(maxima, np.asarray(expected[count:]), err_msg="maxima")
+    return y
+
+
+def copied(**options):
+    return case(Kernel(results="copies_in_8_bits", **options), CAUSAL, batch=2, queries=208, heads=2)
+
+
+@pytest.mark.smoke
+def test_copies_in_8_bits_are_made_with_y_and_without_it(folder):
+    y = check_results(copied(), folder)
+    np.testing.assert_array_equal(bits(y), bits(run(copied().without_results, folder)["y"]))
+    assert check_results(copied(keeps_y=False), folder, AT_RANDOM) is None
+
+
+@pytest.mark.parametrize(
+    "head, value_head, queries, results",
+    [
+        (64, 64, 400, "in_many_dtypes"),
+        (40, 24, 160, "copies_in_8_bits"),
+        (128, 128, 272, "copies_in_8_bits"),
+        (256, 256, 144, "in_many_dtypes"),
+    ],
+)
+def test_results_of_widths(folder, head, value_head, queries, results):
+    kernel = Kernel(head, value_head, results=results, dtype="f16" if value_head == 128 else "bf16")
+    check_results(case(kernel, Mask(90, 0), batch=2, queries=queries, heads=2), folder, AT_RANDOM)
+
+
+def test_results_of_documents_and_of_rows_that_see_nothing(folder):
+    """A row that sees nothing has 0, whatever its neighbours have."""
+    intervals = documents(70, 130, 200)
+    intervals[:, :, 40:50] = np.array([400, -1])[:, None]
+    kernel = Kernel(arrays=True, results="copies_in_8_bits")
+    y = check_results(case(kernel, Mask(intervals=intervals), queries=400), folder)
+    assert not np.asarray(y)[:, 40:50].any()
+
+
 # ---- planted faults
 
 
@@ -236,6 +296,26 @@ def with_documents():
 
 
 WRONG = r": .* (wrong|not finite)"
+PLANTED_IN_RESULTS = {  # a Fault, what it gives
+    "columns_of_another_lane": ("from = lane % 4 * 8 + lane / 8;", "from = lane % 4 * 8 + lane / 4;", "store 1"),
+    "rows_of_another_quad": ("words[2], words[3], 0x5410)", "words[2], words[3], 0x7632)", "store 0"),
+    "a_maximum_of_rows_beyond_the_end": (" && row_of(place, r) < place.rows", "", "maxima"),
+    "another_sequence": ("* place.batches + place.batch)", "* place.batches)", "store 1"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_IN_RESULTS)
+def test_a_fault_in_results_is_found(folder, name):
+    right, wrong, what = PLANTED_IN_RESULTS[name]
+    one = copied()
+    if what == "maxima":  # rows beyond the end see nothing and have 0, all others have less
+        one = case(Kernel(results="in_many_dtypes"), Mask(0, 0), batch=2, queries=208, heads=2)
+        one = dataclasses.replace(one, v=-abs(one.v) - 1)
+        check_results(one, folder)
+    with pytest.raises(AssertionError, match=what):
+        check_results(one, folder, fault=Fault("results", right, wrong))
+
+
 PLANTED = {  # a Fault; the case that finds it, in which schedule, how
     "forward_band": (
         *(

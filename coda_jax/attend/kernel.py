@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax import ffi
+from coda_jax.attend.results import Results
 from coda_jax.attend.score import Score
 from coda_jax.attend.score.hiding import band, tiles_hidden
 from coda_jax.attend.score.text import emit
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
+from coda_jax.epilogue import emit as emit_epilogue
 from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, VECTORS, is_of_8_bits
 from coda_jax.tiles.constants import NUM_SMS
 
@@ -134,44 +136,76 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
       *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask and of the score.
       yields: whether blocks end early, so that collectives find a multiprocessor.
     """
-    q, k, v = arrays[:3]
+    given, scalars = spec.apart(arrays)
+    q, k, v = given[:3]
+    of_y = spec.results
     batch, queries, heads, _ = q.shape
-    results = [
-        jax.ShapeDtypeStruct((batch, queries, heads, v.shape[-1]), q.dtype),
-        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
-    ]
+    y = jax.ShapeDtypeStruct((batch, queries, heads, v.shape[-1]), q.dtype)
+    lse = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    if of_y is not None and (_is_nothing(q, k, spec) or not _stores_results(of_y, queries)):
+        plain_y, plain_lse = forward(*given, spec=spec.plain, yields=yields)
+        return of_y.beside(plain_y, plain_lse, scalars)
     if _is_nothing(q, k, spec):
-        return [jnp.zeros(results[0].shape, q.dtype), jnp.full(results[1].shape, -jnp.inf, jnp.float32)]
+        return [jnp.zeros(y.shape, y.dtype), jnp.full(lse.shape, -jnp.inf, jnp.float32)]
     tiles = ForwardTiles.of(q.shape[-1], v.shape[-1], queries)
-    mask = _KernelMask.of(arrays, spec)
+    mask = _KernelMask.of(given, spec)
     found = mask.tiles(tiles.rows, tiles.keys, by_keys=False) if mask.has_arrays else _NO_TILES
     operands = _Operands([q, k, v])
     pointers = mask.pointers(operands, found)
-    of_score = list(map(operands.add, spec.score_arrays(arrays)))
+    of_score = list(map(operands.add, spec.score_arrays(given)))
+    of_scalars = [operands.add(x) for x in scalars]
     count = len(operands.arrays)
     shared_bytes = tiles.shared_bytes(mask.has_arrays, spec.mask.has_ids)
+    members = mask.members | _dtype_member(q) | dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes}
+    threads = 128 * (1 + tiles.consumers)
+    own = [y, lse] if of_y is None or of_y.keeps_y else [lse]
+    maxima, stores = ([], []) if of_y is None else _types_beside(of_y, y.shape, tiles.rows)
+    results = [*own, *maxima, *stores, jax.ShapeDtypeStruct((1,), jnp.int32)]  # and the counter of claims
+    beside, claimed = count + len(own), count + len(results) - 1
     source = _source(
-        "forward",
-        "coda::attention::ForwardParams",
-        128 * (1 + tiles.consumers),
-        mask.members | _dtype_member(q) | dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes},
-        _score_text(arrays, spec),
+        "forward", "coda::attention::ForwardParams", threads, members, _score_text(given, spec), results=of_y
     )
     call = ffi.LaunchCall(
         name="attention",
         source=source,
-        threads=128 * (1 + tiles.consumers),
+        threads=threads,
         smem_bytes=shared_bytes,
         grid=[0, 1, tiles.rows, 0, 2, 1, 0, 0, 1],
         maps=[0, 64, tiles.rows, 1, 64, tiles.keys, 2, 64, tiles.keys],
-        pointers=[count, count + 1, count + 2, *pointers, *of_score],
+        pointers=[
+            *(count if y in own else -1, beside - 1, claimed),
+            *(*pointers, *of_score, *of_scalars, *range(beside, claimed)),
+        ],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, int(yields), _bits(spec.scale)],
-        zeroed=[count + 2],
+        zeroed=[claimed],
         resident=_YIELDS if yields else 1,
     )
-    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return _launched(operands.arrays, [*results, counter], call)[:2]
+    *made, _ = _launched(operands.arrays, results, call)
+    first_store = len(own) + len(maxima)
+    return [*made[: len(own)], *made[first_store:], *map(jnp.max, made[len(own) : first_store])]
+
+
+def _stores_results(results: Results, queries: Any) -> bool:
+    """Whether the kernel can store what is made of y: transposed rows of 16 bytes, which no sequence shares."""
+    return not results.has_transposed or (isinstance(queries, int) and queries % 16 == 0)
+
+
+def _types_beside(results: Results, y: Sequence[Any], rows: int) -> tuple[list[Any], list[Any]]:
+    """Types of a word of each warp for each maximum, and of the stores, beside y of this shape in tiles of `rows`."""
+    batch, queries, heads, _ = y
+    words = jax.ShapeDtypeStruct((batch, heads, -(-queries // rows) * (rows // 16)), jnp.float32)
+    stores = [jax.ShapeDtypeStruct(*x) for x in zip(results.shapes(y), results.dtypes, strict=False)]
+    return [words] * len(results.program.reductions), stores
+
+
+def _members_of_results(results: Results) -> tuple[dict[str, Any], str]:
+    """Members of a forward kernel's Config that makes results beside y, and the definition of their epilogue."""
+    program = results.program
+    first_store = results.count + len(program.reductions)
+    members = {"result_pointers": first_store + len(program.stores), "first_store": first_store}
+    epilogue = emit_epilogue(program, results.dtypes, [False] * results.count)
+    return members | {"keeps_result": results.keeps_y}, epilogue
 
 
 def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
@@ -511,20 +545,35 @@ def _score_text(arrays: Sequence[jax.Array], spec: AttentionSpec) -> str:
     return "" if spec.score is None else emit(spec.score, spec.score_arrays(arrays))
 
 
-def _source(function: str, params: str, threads: int, members: dict[str, Any], score: str = "") -> str:
+def _source(
+    function: str,
+    params: str,
+    threads: int,
+    members: dict[str, Any],
+    score: str = "",
+    results: Results | None = None,
+) -> str:
     """The text of a kernel: its Config, and the call of a function of the headers.
 
     Args:
       score: the definition of the score function.
+      results: those beside y; None for none.
     """
     header = {
         "forward": "attention_forward_sm90.cuh",
         "backward": "attention_backward_sm90.cuh",
     }.get(function, "attention_passes.cuh")
     lines = [_member(name, value) for name, value in members.items()]
+    arguments = ["Score::arrays"] if score else []
     if score:
         lines.append("using Score = ::Score;")
-        params = f"{params}Of<Score::arrays>"
+    if results is not None:
+        own, epilogue = _members_of_results(results)
+        lines += [*(_member(name, value) for name, value in own.items()), "using Epilogue = ::Epilogue;"]
+        arguments = [*(arguments or ["0"]), str(own["result_pointers"])]
+        score += ("\n" if score else "") + epilogue
+    if arguments:
+        params = f"{params}Of<{', '.join(arguments)}>"
     return f"""#include "{header}"
 
 {score}{chr(10) if score else ""}struct Config {{

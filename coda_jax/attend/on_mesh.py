@@ -60,6 +60,7 @@ class Plan(NamedTuple):
 
     def specs(self, arrays: Sequence[Any], spec: AttentionSpec) -> tuple[Any, ...]:
         """The shardings of the arguments, which have shapes."""
+        arrays, operands = spec.apart(arrays)
         of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
         of_keys = partition_spec([self.batch, (), self.key_heads, ()])
         of_rows = partition_spec([self.batch, self.heads, self.rows])
@@ -75,13 +76,20 @@ class Plan(NamedTuple):
                 each = zip(x.shape, (self.batch, self.heads, self.rows, ()), strict=True)
                 others[i] = partition_spec([() if size == 1 else names for size, names in each])
         results = (of_queries, of_rows, of_queries, of_rows)  # y, lse and their cotangents
-        return (of_queries, of_keys, of_keys, *others, *results[: len(arrays) - spec.count])
+        scalars = [partition_spec([])] * len(operands)
+        return (of_queries, of_keys, of_keys, *others, *results[: len(arrays) - spec.count], *scalars)
 
-    def result_specs(self, *, is_backward: bool) -> tuple[Any, ...]:
-        """The shardings of y and lse, or of dq, dk and dv."""
+    def result_specs(self, spec: AttentionSpec, *, is_backward: bool) -> tuple[Any, ...]:
+        """The shardings of y and lse and what is made of y, or of dq, dk and dv."""
         of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
         if not is_backward:
-            return of_queries, partition_spec([self.batch, self.heads, self.rows])
+            of_y = spec.results
+            y = [of_queries] if of_y is None or of_y.keeps_y else []
+            transposed = partition_spec([self.heads, (), self.batch, self.rows])
+            stores = () if of_y is None else of_y.program.stores
+            tiles = (transposed if store.transposed else of_queries for store in stores)
+            maxima = [partition_spec([])] * (0 if of_y is None else len(of_y.program.reductions))
+            return *y, partition_spec([self.batch, self.heads, self.rows]), *tiles, *maxima
         return of_queries, *(partition_spec([self.batch, x, self.key_heads, ()]) for x in self.key_scatters)
 
 
@@ -90,6 +98,8 @@ def plan(
     arguments: Sequence[Sequence[MeshAxes]],
     results: Sequence[Sequence[MeshAxes]],
     mesh_sizes: Mapping[str, int],
+    *,
+    is_backward: bool,
 ) -> Plan:
     """The plan that follows how y or dq is sharded, else how q is; XLA reshards arrays that are sharded otherwise.
 
@@ -97,7 +107,8 @@ def plan(
 
     Args:
       shapes: of q, k, v and the other arguments, unsharded.
-      arguments, results: for each axis of each array the mesh axes that shard it.
+      arguments, results: for each axis of each array the mesh axes that shard it. Results are y, or what has its axes,
+        or dq, dk and dv.
       mesh_sizes: the number of devices along each mesh axis.
     """
     batch, length, heads, _ = shapes[0]
@@ -105,7 +116,7 @@ def plan(
     given: set[str] = set()
 
     def over(axis: int, *sizes: int) -> MeshAxes:
-        names = next((x for cuts in (results[0], arguments[0]) if (x := _free(cuts[axis], given))), ())
+        names = next((x for cuts in (*results[:1], arguments[0]) if (x := _free(cuts[axis], given))), ())
         found = cutting_evenly(names, mesh_sizes, *sizes)
         given.update(found)
         return found
@@ -116,7 +127,7 @@ def plan(
         count -= 1
     shared = {*rows, *of_heads[count:]}
     wanted = (tuple(name for name in cuts[1] if name in shared) for cuts in results[1:])
-    scatters = tuple(cutting_evenly(names, mesh_sizes, keys) for names in wanted) if len(results) == 3 else ()
+    scatters = tuple(cutting_evenly(names, mesh_sizes, keys) for names in wanted) if is_backward else ()
     return Plan(batches, of_heads, rows, of_heads[:count], scatters)
 
 
@@ -138,7 +149,7 @@ def on_each_device(
     Args:
       seen: the pairs of each head that see each other, on all devices that have queries of it.
     """
-    q, k, v, *others = shards
+    (q, k, v, *others), operands = spec.apart(shards)
     heads_of_device = _KeyHeads.of(q.shape[2], k.shape[2], plan.sharing, mesh_sizes)
     k, v = heads_of_device.taken(k), heads_of_device.taken(v)
     batch, rows, heads, _ = q.shape
@@ -151,16 +162,34 @@ def on_each_device(
         sizes = Sizes(batch, heads, rows, k.shape[1])
         others = [intervals_of_band(spec.mask, lax.axis_index(plan.rows) * rows, sizes), *others]
         spec = dataclasses.replace(spec, mask=dataclasses.replace(spec.mask, left=None, right=None, intervals=1))
-    arrays = [q, k, v, *others]
+    arrays = [q, k, v, *others, *operands]
     share = math.prod(mesh_sizes[name] for name in plan.rows)
     results = form_of(arrays, spec, None if seen is None else seen // share)(*arrays)
     if not is_backward(primitive):
-        return results
+        return _of_all_devices(results, spec, plan)
     dq, *of_keys = results
     axes = plan.rows + plan.sharing
-    specs = plan.result_specs(is_backward=True)[1:]
+    specs = plan.result_specs(spec, is_backward=True)[1:]
     each = zip(of_keys, specs, strict=True)
     return [dq, *(_summed(heads_of_device.placed(x), axes, wanted) if axes else x for x, wanted in each)]
+
+
+def _of_all_devices(results: list[jax.Array], spec: AttentionSpec, plan: Plan) -> list[jax.Array]:
+    """A device's results, whose maxima, the last of them, become those over all devices."""
+    axes = plan.batch + plan.heads + plan.rows
+    count = 0 if spec.results is None else len(spec.results.program.reductions)
+    first = len(results) - count
+    return [*results[:first], *(lax.pmax(x, axes) if axes else x for x in results[first:])]
+
+
+def _like_queries(results: Sequence[Any], spec: AttentionSpec, *, is_backward: bool) -> Sequence[Any]:
+    """The results of a primitive that have the axes of q, or dq, dk and dv."""
+    of_y = spec.results
+    if is_backward or of_y is None:
+        return results
+    first = 1 + of_y.keeps_y
+    stores = zip(results[first:], of_y.program.stores, strict=False)
+    return [*results[: first - 1], *(x for x, store in stores if not store.transposed)]
 
 
 def _summed(x: jax.Array, axes: MeshAxes, spec: Any) -> jax.Array:
@@ -217,10 +246,10 @@ def lower_explicit(
 
 def parts_of_types(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec) -> tuple[list[Any], list[Any]]:
     """Types of what a device has of the arguments and of the results, whose types are over explicit axes."""
-    sizes = mesh_of(avals).shape
-    cuts = list(map(explicit_cuts, avals)), list(map(explicit_cuts, results))
-    planned = plan([x.shape for x in avals], *cuts, sizes)
-    result_specs = planned.result_specs(is_backward=len(results) == 3)
+    sizes, backward = mesh_of(avals).shape, len(results) == 3 and spec.results is None
+    cuts = list(map(explicit_cuts, avals)), _like_queries(list(map(explicit_cuts, results)), spec, is_backward=backward)
+    planned = plan([x.shape for x in avals], *cuts, sizes, is_backward=backward)
+    result_specs = planned.result_specs(spec, is_backward=backward)
     return parts_of(avals, planned.specs(avals, spec), sizes), parts_of(results, result_specs, sizes)
 
 
@@ -234,7 +263,9 @@ def _partition(
     primitive: jex_core.Primitive,
     form_of: FormOf,
 ) -> Partition:
-    planned = plan(shapes, arguments, results, mesh_sizes)
+    backward = is_backward(primitive)
+    like_queries = _like_queries(results, spec, is_backward=backward)
+    planned = plan(shapes, arguments, like_queries, mesh_sizes, is_backward=backward)
     each = functools.partial(
         on_each_device,
         spec=spec,
@@ -244,7 +275,7 @@ def _partition(
         mesh_sizes=mesh_sizes,
         seen=pairs(spec.mask, shapes[0][1], shapes[1][1]),
     )
-    return Partition(planned.specs(arrays, spec), planned.result_specs(is_backward=is_backward(primitive)), each)
+    return Partition(planned.specs(arrays, spec), planned.result_specs(spec, is_backward=backward), each)
 
 
 def lower_automatic(
@@ -282,6 +313,7 @@ def sharding_rule(
     Heads of keys go with those of queries, but not where Shardy could not shard both by the same mesh axes: it would
     gather the queries then.
     """
+    shapes, operands = spec.apart(shapes)
     heads, key_heads = shapes[0][2], shapes[1][2]
     sizes: dict[str, Any] = {}
     of_heads: Any = "heads"
@@ -325,7 +357,11 @@ def sharding_rule(
         arguments += [queries(), of_rows(), queries(), of_rows()]
         results = [queries(), keys("keys_of_dk"), keys("keys_of_dv")]  # sums, which may be scattered
     else:
-        results = [queries(), of_rows()]
+        results = [*([queries()] if spec.results is None or spec.results.keeps_y else []), of_rows()]
+        for store in () if spec.results is None else spec.results.program.stores:
+            results.append(ArrayMapping(of_heads, whole(), "batch", "rows") if store.transposed else queries())
+        results += [ArrayMapping()] * (0 if spec.results is None else len(spec.results.program.reductions))
+        arguments += [ArrayMapping()] * len(operands)
     return SdyShardingRule(tuple(arguments), tuple(results), need_replication_factors=tuple(replicated), **sizes)
 
 

@@ -1,7 +1,8 @@
 """Attention's two JAX primitives: their types, their batching, their form by XLA, and what joins them.
 
-    attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays, the score's arrays
-        -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32
+    attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays, the score's arrays, operands of
+        the results -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32, the results; y not where
+        `Results.keeps_y` is False
     attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T) -> dq, dk, dv
 
 K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing lse is -inf and y is 0. The
@@ -11,6 +12,7 @@ alone takes, have lse in float64.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +25,9 @@ from jax.extend import core as jex_core
 from jax.interpreters import batching, mlir
 
 from coda_jax.attend import blocks
+from coda_jax.attend.results import Results
 from coda_jax.attend.spec import AttentionSpec
+from coda_jax.epilogue import Epilogue
 from coda_jax.epilogue.values import NotTileLocalError, same_size
 from coda_jax.primitives.mesh_types import (
     explicit_axes,
@@ -46,14 +50,26 @@ attention_backward_p = jex_core.Primitive("coda_attention_backward")
 attention_forward_auto_p = jex_core.Primitive("coda_attention")
 attention_backward_auto_p = jex_core.Primitive("coda_attention_backward")
 _AUTOMATIC = {attention_forward_p: attention_forward_auto_p, attention_backward_p: attention_backward_auto_p}
+
+
+def forward_form(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
+    """`blocks.forward`, with the results of the spec made of its y."""
+    arguments, operands = spec.apart(arrays)
+    y, lse = blocks.forward(*arguments, spec=spec.plain, on_cpu=on_cpu)
+    return [y, lse] if spec.results is None else spec.results.beside(y, lse, operands)
+
+
 FORMS: dict[jex_core.Primitive, Callable[..., list[jax.Array]]] = {  # by XLA
-    attention_forward_p: blocks.forward,
-    attention_forward_auto_p: blocks.forward,
+    attention_forward_p: forward_form,
+    attention_forward_auto_p: forward_form,
     attention_backward_p: blocks.backward,
     attention_backward_auto_p: blocks.backward,
 }
 for _primitive in _AUTOMATIC.values():
     dispatch.prim_requires_devices_during_lowering.add(_primitive)
+
+
+forward_primitives = frozenset({attention_forward_p, attention_forward_auto_p})
 
 
 def is_backward(primitive: jex_core.Primitive) -> bool:
@@ -93,6 +109,50 @@ def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arra
 
     y, lse = differentiable("attention", run, forward, backward)(*vary(varying_axes(*arrays), *arrays))
     return y, lse
+
+
+def attend_with_results(
+    arrays: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+    epilogue: Epilogue,
+    *,
+    spec: AttentionSpec,
+    results: Results,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """y and lse as `attend` gives them, and epilogue(y, *operands), which the forward kernel makes beside y.
+
+    Its derivative is that of both, one after the other.
+
+    Args:
+      epilogue: of y as a matrix (B T, H Dv), float32.
+      spec: without results.
+      results: of the epilogue's program. Where they do not keep y, it is zeros, which nobody reads.
+    """
+    (batch, rows, heads, _), width = arrays[0].shape, arrays[2].shape[-1]
+    shape, count = (batch, rows, heads, width), len(arrays)
+    beside_spec = dataclasses.replace(spec, results=results)
+
+    def apart(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        y, lse = attend(*arguments[:count], spec=spec)
+        acc = y.astype(jnp.float32).reshape(batch * rows, heads * width)
+        return y, lse, *epilogue.call(acc, *arguments[count:])
+
+    def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        made = _bind(attention_forward_p, *arguments, spec=beside_spec)
+        y = made[0] if results.keeps_y else jnp.zeros(shape, arguments[0].dtype)
+        lse, *beside = made[int(results.keeps_y) :]
+        outputs = zip(results.outputs(beside, arguments[count:], shape), epilogue.out_avals, strict=True)
+        return y, lse, *(x.astype(of.dtype) for x, of in outputs)
+
+    def forward(*arguments: jax.Array) -> tuple[Any, Any]:
+        return jax.vjp(apart, *arguments)
+
+    def backward(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = pullback(tuple(cotangents))
+        return found
+
+    y, lse, *outputs = differentiable("attention", run, forward, backward)(*arrays, *operands)
+    return [y, lse], outputs
 
 
 def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
@@ -177,11 +237,18 @@ def _has_cpu_alone() -> bool:
 
 def _forward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
     batch, length, heads, _ = q.shape
-    axes = explicit_cuts(q)
-    return [
-        _type_like(q, (batch, length, heads, v.shape[-1]), q.dtype, (*axes[:3], ())),
-        _type_like(q, (batch, heads, length), jnp.promote_types(q.dtype, jnp.float32), (axes[0], axes[2], axes[1])),
-    ]
+    axes, shape = explicit_cuts(q), (batch, length, heads, v.shape[-1])
+    y = _type_like(q, shape, q.dtype, (*axes[:3], ()))
+    lse = jnp.promote_types(q.dtype, jnp.float32)
+    types = [y, _type_like(q, (batch, heads, length), lse, (axes[0], axes[2], axes[1]))]
+    if spec.results is None:
+        return types
+    cuts = {4: (axes[0], axes[1], axes[2], ()), 0: ()}
+    for i, (of, dtype) in enumerate(zip(spec.results.shapes(shape), spec.results.result_dtypes, strict=True)):
+        is_transposed = i < len(spec.results.dtypes) and spec.results.program.stores[i].transposed
+        of_axes = (axes[2], (), axes[0], axes[1]) if is_transposed else cuts[len(of)]
+        types.append(_type_like(q, of, dtype, of_axes))
+    return types if spec.results.keeps_y else types[1:]
 
 
 def _type_like(q: Any, shape: Sequence[Any], dtype: Any, mesh_axes: Sequence[tuple[str, ...]]) -> Any:
@@ -206,6 +273,8 @@ def _batch(
     arrays: Sequence[jax.Array], dims: Sequence[int | None], *, spec: AttentionSpec, primitive: jex_core.Primitive
 ) -> tuple[list[jax.Array], list[int]]:
     """More sequences: the new axis and B become one. What lacks the new axis is repeated, but for what B shares too."""
+    if spec.results is not None:
+        return _batch_apart(arrays, dims, spec=spec, primitive=primitive)
     each = list(zip(arrays, dims, strict=True))
     size, cuts = next((x.shape[dim], explicit_cuts(x)[dim]) for x, dim in each if dim is not None)
     batch = arrays[0].shape[int(dims[0] == 0)]
@@ -225,6 +294,23 @@ def _batch(
         rest = [tuple(name for name in names if name not in q_cuts) for names in explicit_cuts(x)[1:]]
         outputs.append(reshaped(x, (size, batch, *x.shape[1:]), cuts=(cuts, batch_cuts, *rest)))
     return outputs, [0] * len(outputs)
+
+
+def _batch_apart(
+    arrays: Sequence[jax.Array], dims: Sequence[int | None], *, spec: AttentionSpec, primitive: jex_core.Primitive
+) -> tuple[list[jax.Array], list[int]]:
+    """A batch whose results beside y XLA makes: each has maxima of its own."""
+
+    results = spec.results
+    assert results is not None
+
+    def one(*arrays: jax.Array) -> list[jax.Array]:
+        arguments, operands = spec.apart(arrays)
+        y, lse = primitive.bind(*arguments, spec=spec.plain)
+        return results.beside(y, lse, operands)
+
+    outputs = jax.vmap(one, in_axes=tuple(dims))(*arrays)
+    return list(outputs), [0] * len(outputs)
 
 
 def _cut(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from coda_jax.attend.results import Results
 from coda_jax.attend.score.program import Score
 from coda_jax.epilogue.call_site import CallSite
 
@@ -93,6 +94,7 @@ class AttentionSpec:
       config: how the kernels compute it; None for the default.
       score: the function of scores; None for the identity. It comes before the bias.
       site: the user's line, for messages.
+      results: what the forward pass makes of y; None for nothing.
     """
 
     mask: MaskSpec
@@ -101,6 +103,17 @@ class AttentionSpec:
     config: AttentionConfig | None = None
     score: Score | None = None
     site: CallSite = _NOWHERE
+    results: Results | None = None
+
+    @property
+    def plain(self) -> AttentionSpec:
+        """The same without results beside y."""
+        return self if self.results is None else dataclasses.replace(self, results=None)
+
+    def apart(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Arguments of a primitive without the operands of the results, and these."""
+        count = len(arguments) - (0 if self.results is None else self.results.count)
+        return list(arguments[:count]), list(arguments[count:])
 
     @property
     def count(self) -> int:
@@ -116,5 +129,6 @@ class AttentionSpec:
         return arrays[3 + len(self.mask.fields) : self.count]
 
     def __str__(self) -> str:  # in a printed jaxpr
-        names = [field.name for field in dataclasses.fields(self) if field.name != "site"]
+        hidden = ("site", *(["results"] if self.results is None else []))
+        names = [field.name for field in dataclasses.fields(self) if field.name not in hidden]
         return f"({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

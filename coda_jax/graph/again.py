@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import Recompute, checkpoint_name
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from coda_jax.graph.calls import Result
 from coda_jax.graph.plan import Plan
 from coda_jax.graph.run import run
+from coda_jax.graph.saved import as_equation, evaluated_again, keeps
 from coda_jax.graph.values import Leaf, Value
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class _Again:
         """Flags of the results that a policy keeps; types: of their arrays."""
         each = zip(jax.tree.unflatten(self.tree, types), self.names, strict=True)
         return [
-            name is not None and all(_keeps(saveable, x, name) for x in jax.tree.leaves(parts)) for parts, name in each
+            name is not None and all(keeps(saveable, x, name) for x in jax.tree.leaves(parts)) for parts, name in each
         ]
 
     def flags(self, kept: Sequence[bool]) -> list[bool]:
@@ -154,28 +155,15 @@ def _named(x: Any, name: str | None) -> Any:
     return x if name is None else jax.tree.map(functools.partial(checkpoint_name, name=name), x)
 
 
-def _keeps(saveable: Callable[..., Any], type_: Any, name: str) -> bool:
-    answer = saveable(_name_p(), type_, name=name)
-    return not (answer is False or isinstance(answer, type(Recompute)))
-
-
-@functools.cache
-def _name_p() -> Any:
-    """JAX's primitive of names."""
-    return jax.make_jaxpr(lambda x: checkpoint_name(x, "x"))(0.0).eqns[0].primitive
-
-
 def _partly_evaluated(
     saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any
 ) -> tuple[Any, Any, list[bool], list[bool], list[Any]]:
     """The equation in a forward pass, and what computes its results again, as JAX's partial evaluation takes them."""
-    count, forward, again = len(equation.outvars), None, equation
+    forward, again = None, equation
     if not any(unknown):
         forward = equation  # a checkpoint around this one may compute it again
         again = _equation_again(saveable, equation) or equation.replace(primitive=_same_p, params={})
-    is_there = {x: flag for x, flag in zip(equation.invars, instantiated, strict=True) if not _is_literal(x)}
-    residuals = [x for x in dict.fromkeys(x for x in again.invars if not _is_literal(x)) if not is_there[x]]
-    return forward, again, [forward is None] * count, [True] * count, residuals
+    return evaluated_again(equation, forward, again, instantiated)
 
 
 def _equation_again(saveable: Callable[..., Any], equation: Any) -> Any:
@@ -190,20 +178,9 @@ def _equation_again(saveable: Callable[..., Any], equation: Any) -> Any:
     each = zip(equation.invars[:count], again.flags(given), strict=True)
     read = [*(x for x, flag in each if flag), *equation.invars[count:]]
     try:
-        closed = jax.make_jaxpr(jax.jit(again.function(plan, given)))(*(x.aval for x in read))
+        return as_equation(again.function(plan, given), read, equation)
     except ValueError:  # of a result that a batch shares, which the plan makes beside others that it does not
         return None
-    if len(closed.eqns) != 1 or closed.consts or list(closed.eqns[0].outvars) != list(closed.jaxpr.outvars):
-        return None
-    places = dict[Any, Any](zip(closed.jaxpr.invars, read, strict=True))
-    (call,) = closed.eqns
-    return call.replace(
-        invars=[places[x] for x in call.invars], outvars=equation.outvars, source_info=equation.source_info
-    )
-
-
-def _is_literal(x: Any) -> bool:
-    return isinstance(x, core.Literal)
 
 
 def _needed(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:

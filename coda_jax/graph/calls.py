@@ -112,15 +112,24 @@ def as_matrix(shape: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
 
 def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Result, jax.Array]:
     """The arrays of these results of one call, in its shapes and dtypes, from the arrays of its inputs."""
-    call = results[0].call
+    return called_by(on_mesh, results[0].call, results, arrays)
+
+
+def called_by(
+    evaluated: Callable[[core.ClosedJaxpr, Sequence[jax.Array]], Sequence[Any]],
+    call: Call,
+    results: Sequence[Result],
+    arrays: Sequence[jax.Array],
+) -> dict[Result, jax.Array]:
+    """`called`, by a function that gives the results of a jaxpr at arrays; there may be no results of the call."""
     linear = [call.linear[x.differentiated].jaxpr for x in results if x.differentiated is not None]
     jaxpr = linear[0] if linear else call.jaxpr
     each = zip(arrays, call.jaxpr.in_avals, strict=True)
     inputs = [reshaped_as(x, aval.shape).astype(aval.dtype) for x, aval in each]
     if call.is_on_mesh:  # it was traced for arrays of these shardings
-        outputs = core.jaxpr_as_fun(jaxpr)(*map(_placed, inputs, call.jaxpr.in_avals))
+        outputs: Sequence[Any] = core.jaxpr_as_fun(jaxpr)(*map(_placed, inputs, call.jaxpr.in_avals))
     else:
-        outputs = on_mesh(jaxpr, inputs)
+        outputs = evaluated(jaxpr, inputs)
     return {x: jnp.asarray(outputs[x.index]) for x in results}  # a result may be a number
 
 

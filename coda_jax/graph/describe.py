@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from coda_jax.epilogue.values import same_size
-from coda_jax.graph.calls import Result
+from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import MOST_INSTRUCTIONS, Plan, fits_beside, program_beside, reason_beside
 from coda_jax.graph.values import Map, Product, Value, reachable
 
 
 def described(plan: Plan, name: str) -> str:
-    """Lines of text: a line for each product, with the maps that its epilogue makes; then XLA's tiles."""
+    """Lines of text: a line for each product, with the maps that its epilogue makes; attention's; then XLA's tiles."""
     lines = []
     for i, step in enumerate(plan.steps):
         maps = ", ".join(dict.fromkeys(name_of(x) for x in made_in(plan, i)))
         tiles = sum(x.is_tile for x in step.stores)
         stored = f"{_count(tiles, 'tile')}, {_count(len(step.stores) - tiles, 'vector')}"
         lines.append(f"{name}_{i}  {_factors(step.product)}: {maps or 'nothing'}; stores {stored}")
-    calls = dict.fromkeys(f"XLA  {x.call.name}" for x in plan.by_xla if isinstance(x, Result))
-    passes = [x for x in plan.by_xla if x.is_tile and not isinstance(x, Result)]
+    beside = {y.call: values for y, values in plan.beside.items()}
+    calls = dict.fromkeys(_call_line(x.call, beside) for x in plan.by_xla if isinstance(x, Result))
+    made = {x for values in beside.values() for x in values}
+    passes = [x for x in plan.by_xla if x.is_tile and not isinstance(x, Result) and x not in made]
     return "\n".join([*lines, *calls, *(f"XLA  {name_of(x)} {_shape(x)}: {why_by_xla(plan, x)}" for x in passes)])
+
+
+def _call_line(call: Call, beside: Mapping[Call, Sequence[Value]]) -> str:
+    """A call, with the maps that attention's kernel makes of its result."""
+    maps = ", ".join(dict.fromkeys(name_of(x) for x in beside.get(call, ())))
+    return f"XLA  {call.name}" if not maps else f"{call.name}: {maps} beside its result"
 
 
 def why_by_xla(plan: Plan, value: Value) -> str:

@@ -51,12 +51,14 @@ def on_mesh(
     return list(vary(axes, *evaluate(jaxpr.jaxpr, jaxpr.consts, vary(axes, *arrays), apply)))
 
 
+def is_on_mesh(*arrays: jax.Array) -> bool:
+    """True for arrays that vary over a manual mesh axis, or are sharded over an explicit one."""
+    return bool(varying_axes(*arrays)) or any(any(explicit_cuts(x)) for x in arrays)
+
+
 def bind_on_mesh(*arrays: jax.Array) -> Bind:
     """The function that binds beside these arrays: `jaxprs.bind.bind` where no mesh axis is manual or explicit."""
-    axes = varying_axes(*arrays)
-    if not axes and not any(any(explicit_cuts(x)) for x in arrays):
-        return bind
-    return functools.partial(_bound, axes)
+    return functools.partial(_bound, varying_axes(*arrays)) if is_on_mesh(*arrays) else bind
 
 
 def _bound(

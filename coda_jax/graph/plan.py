@@ -28,6 +28,7 @@ from coda_jax.epilogue.code_size import instructions
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.graph.attended import is_attended, may_join
 from coda_jax.graph.calls import Result
 from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, is_float, reachable
 
@@ -67,6 +68,8 @@ class Plan:
     Attributes:
       steps: the products, in order.
       by_xla: the maps that XLA makes and stores in memory, in order.
+      beside: of these, for each result of attention those that its kernel may make, in order.
+      unread: results of attention in memory that nothing else reads.
       factors_alone: the tiles in memory that products alone read, as factors.
       leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
@@ -101,10 +104,12 @@ class Plan:
             if value in self._epilogue:
                 self.steps[self._epilogue[value]].stores.append(value)
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
+        self.beside = self._beside_attention()
         read = [x for step in range(len(products)) for x in self.operands(step)]
         read += _leaves([x for one in self.by_xla for x in one.inputs], self._pass_inputs)
         self.leaves_of_passes = frozenset(x for x in self._read_by_passes() if isinstance(x, Leaf))
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
+        self.unread = self._unread([*factors, *wanted])
 
     # --- where values are known
 
@@ -199,6 +204,59 @@ class Plan:
             return None if self._pass_inputs(value) is None else inputs_read(value)
 
         return _leaves([x for one in self.by_xla for x in inputs_read(one)], inputs_of)
+
+    def _beside_attention(self) -> dict[Result, list[Value]]:
+        """For each result of attention in memory the maps of it that its kernel may make."""
+        found: dict[Result, list[Value]] = {}
+        result_of: dict[Value, Result] = {}  # of each map, the attention whose result it is of
+        for value in self.by_xla:
+            tiles = [result_of.get(x, x) for x in _leaves(value.inputs, self._pass_inputs) if x.is_tile]
+            y = tiles[0] if len(set(tiles)) == 1 else None
+            if not isinstance(y, Result) or y in self.given or not is_attended(y):
+                continue
+            group = found.get(y, [])
+            if self._is_made_beside(value, y, group) and all(map(self.is_known_before(y), self._read_of(value, group))):
+                found.setdefault(y, []).append(value)
+                result_of[value] = y
+        return found
+
+    def _unread(self, read: Sequence[Value]) -> frozenset[Result]:
+        """The results of attention that neither are among these values nor are read but by what is made beside them."""
+        made = {x for values in self.beside.values() for x in values}
+        inputs = [x for one in self.by_xla if one not in made for x in one.inputs]
+        others = {*read, *_leaves(inputs, self._pass_inputs)}
+        others |= {x for step in range(len(self.steps)) for x in self.operands(step)}
+        return frozenset(y for y in self.beside if y not in others)
+
+    def _is_made_beside(self, value: Value, y: Result, group: Sequence[Value]) -> bool:
+        """Whether attention's kernel may make a map of y, and all that this computes again."""
+        maps = [value]
+        for x in maps:
+            program = program_beside(x, y.shape) if isinstance(x, Map) else None
+            if not may_join(x, program):
+                return False
+            maps += [of for of in x.inputs if of.is_tile and of is not y and of not in group]
+        return True
+
+    def is_known_before(self, y: Result) -> Callable[[Value], bool]:
+        """A function that tells whether a value is known before attention, whose result y is, has run."""
+        return lambda x: (
+            self.place[x] <= self.place[y]
+            and y.call not in {of.call for of in reachable([x], self.given) if isinstance(of, Result)}
+        )
+
+    def read_beside(self, y: Result) -> list[Value]:
+        """The scalars that the maps beside a result of attention read."""
+        group = self.beside[y]
+        return list(dict.fromkeys(x for value in group for x in self._read_of(value, group)))
+
+    def _read_of(self, value: Value, group: Sequence[Value]) -> list[Value]:
+        """The values that a map beside attention reads and that are no tiles."""
+
+        def inputs_of(x: Value) -> Sequence[Value] | None:
+            return x.inputs if x.is_tile and x not in group and self._pass_inputs(x) is not None else None
+
+        return [x for x in _leaves(inputs_read(value), inputs_of) if not x.is_tile]
 
     def operands(self, step: int) -> list[Value]:
         """The values that its epilogue reads beside this product, as its stores need them."""

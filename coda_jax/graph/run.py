@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.rounding import rounded
 from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.graph.attended import Beside, called_beside
 from coda_jax.graph.calls import Call, Result, called
 from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.evaluate import applied
-from coda_jax.graph.on_mesh import reshaped_as
+from coda_jax.graph.on_mesh import is_on_mesh, reshaped_as
 from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
@@ -114,8 +115,10 @@ class _Run:
         self._by_xla = frozenset(self.plan.by_xla)
         self._results: dict[Call, list[Result]] = {}  # of calls, that the plan asks for
         for value in self.plan.by_xla:
-            if isinstance(value, Result):
+            if isinstance(value, Result) and value not in self.plan.unread:
                 self._results.setdefault(value.call, []).append(value)
+        self._beside = {x: y for y, values in self.plan.beside.items() for x in values}
+        self._apart: set[Result] = set()  # results of attention whose maps XLA makes
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
         """As which the value lies in memory."""
@@ -126,8 +129,9 @@ class _Run:
 
     def known(self, value: Value) -> jax.Array:
         """The value, which XLA makes if it is not known."""
+        self._make_beside(value)
         if value not in self.arrays and isinstance(value, Result):
-            self.arrays.update(self._called(value))
+            self._call(value)
         if value in self.parts and value not in self.arrays:
             pieces = jnp.concatenate(placed_alike(self.parts[value], -1), axis=-1)
             self.arrays[value] = reshaped_as(pieces, self._shape_of(value))
@@ -152,6 +156,7 @@ class _Run:
 
     def in_parts(self, value: Value) -> list[jax.Array]:
         """A factor as the arrays that a pass makes of its columns; another as the one that it is."""
+        self._make_beside(value)
         if value not in self.parts:
             made = self._in_pass(value) if value not in self.arrays and isinstance(value, Map | Turned) else None
             if not isinstance(made, Pieces):
@@ -179,11 +184,43 @@ class _Run:
         parts = [Unflattened(x, tuple(rows), halves) if rows else x for x in arrays]
         return Pieces(parts) if len(parts) > 1 else parts[0]
 
-    def _called(self, value: Result) -> dict[Value, jax.Array]:
-        """The results of a value's call, and what its derivative keeps where the plan asks for that."""
-        of = [value, *self._results.get(value.call, ())]
-        made = called(of, [self.known(x) for x in value.inputs])
-        return {x: reshaped_as(array, self._shape_of(x)) for x, array in made.items()}
+    def _call(self, value: Result) -> None:
+        """Makes the results of a value's call, and what its derivative keeps where the plan asks for that."""
+        for y in value.call.results:
+            if y in self.plan.beside:
+                self._attend(y)
+        if value not in self.arrays:
+            of = dict.fromkeys([value, *self._results.get(value.call, ())])
+            self._take(called(list(of), [self.known(x) for x in value.inputs]))
+
+    def _make_beside(self, value: Value) -> None:
+        """Makes a value that attention's kernel makes with the other results of attention."""
+        if value in self._beside and value not in self.arrays:
+            self._attend(self._beside[value])
+
+    def _attend(self, y: Result) -> None:
+        """Makes the results of attention with the maps beside y; nothing where XLA makes these."""
+        inputs = [self.known(x) for x in y.inputs]
+        operands = {x: self.known(x) for x in self.plan.read_beside(y)}
+        if y in self._apart or is_on_mesh(*inputs, *operands.values()):
+            self._apart.add(y)
+            return
+        values = self.plan.beside[y]
+        dtypes = {x: self.dtype_of(x) for x in self.plan.as_stored}
+        epilogue = _epilogue("attention", y, list(operands), values, dtypes, self.plan.traces)
+        arrays = list(operands.values())
+        beside = Beside(y, epilogue, arrays, [self.dtype_of(x) for x in values])
+        made = called_beside(self._results.get(y.call, []), inputs, beside)
+        if made is None:
+            self._apart.add(y)
+            return
+        self._take(made[0])
+        for value, x in zip(values, made[1], strict=True):
+            array = x.reshape(value.shape if isinstance(value, Turned) else self._shape_of(value))
+            self.arrays[value] = self._named(value, self.constrained(value, array))
+
+    def _take(self, made: Mapping[Result, jax.Array]) -> None:
+        self.arrays |= {x: reshaped_as(array, self._shape_of(x)) for x, array in made.items()}
 
     def arguments(self, step: int, name: str) -> _Arguments:
         """The arguments of `product` for a step; its epilogue has this name."""
@@ -342,13 +379,15 @@ def _with_rows(x: jax.Array, spec: Sequence[Any] | Constraint, *columns: None) -
 
 def _epilogue(
     name: str,
-    product: Product,
+    product: Product | Result,
     operands: Sequence[Value],
     stores: Sequence[Value],
     dtypes: Mapping[Value, np.dtype[Any]],
     traces: dict[Hashable, dict[Any, Any]],
 ) -> Callable[..., Any]:
-    """A function of the product and of these operands that gives what is stored; it shares the traces of its likes.
+    """A function of the product, or of attention's result, and of these operands that gives what is stored.
+
+    It shares the traces of its likes.
 
     Args:
       dtypes: of tiles that each reader sees as they are stored.
@@ -367,7 +406,7 @@ def _epilogue(
 
 
 def _structure(
-    product: Product, operands: Sequence[Value], stores: Sequence[Value], dtypes: Mapping[Value, np.dtype[Any]]
+    product: Product | Result, operands: Sequence[Value], stores: Sequence[Value], dtypes: Mapping[Value, np.dtype[Any]]
 ) -> Hashable:
     """A key that is equal for epilogues that compute the same."""
     known = [product, *operands]

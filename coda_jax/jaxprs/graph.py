@@ -24,6 +24,7 @@ _SAME = {
     *("reduce_precision", "coda_note", "coda_told", "pvary", "pbroadcast", "sharding_constraint", "reshard"),
     *("bitcast_convert_type", "coda_again", "coda_same"),
 }
+_BESIDE = "coda_beside_attention"  # the results are the first arguments
 LOOPS = {"scan", "while", "cond"}
 _NOTHING = {"coda_reverse_mode", "create_token"}
 
@@ -177,6 +178,8 @@ class _Inliner:
             inputs[0].name = equation.params["name"]
         if (name in _SAME and len(inputs) == len(avals)) or _moves_nothing(equation):
             return inputs
+        if name == _BESIDE:
+            return inputs[: len(avals)]
         if (before := _rounded_back(name, inputs, avals)) is not None:
             return [before]
         if not executions(equation):

@@ -35,6 +35,7 @@ struct Problem {
   void *dk, *dv;
   unsigned short* dq;
   const void* score_arrays[4];
+  void* results[8];
 
   ptx::TensorMap map(const unsigned short* of, int width, int of_heads, int rows, int box_rows) const {
     return {of, {width, of_heads, rows, batch}, box_rows};
@@ -44,6 +45,13 @@ struct Problem {
     attention::ScorePointers<count> of;
     if constexpr (count > 0) std::copy(score_arrays, score_arrays + count, of.array);
     return of;
+  }
+  /// The arrays of results beside y.
+  template <int count>
+  attention::Pointers<count> beside_y() const {
+    attention::Pointers<count> found;
+    if constexpr (count > 0) std::copy(results, results + count, found.pointer);
+    return found;
   }
   attention::Broadcast broadcast(const int (&sizes)[4]) const { return {sizes[0], sizes[1], sizes[2], sizes[3]}; }
 };
@@ -59,35 +67,35 @@ static const char* run(const Problem& p, unsigned blocks, unsigned threads, int 
 extern "C" const char* forward(const Problem& p) {
   using Kernel = attention::Forward<Tiles::Forward>;
   const int pieces = attention::tiles_of(p.queries, Kernel::rows) * p.batch * p.heads;
-  const Kernel::Params params = {
-      p.map(p.q, Tiles::Forward::head, p.heads, p.queries, Kernel::rows),
-      p.map(p.k, Tiles::Forward::head, p.key_heads, p.keys, Kernel::keys),
-      p.map(p.v, Tiles::Forward::value_head, p.key_heads, p.keys, Kernel::keys),
-      p.y,
-      p.lse,
-      p.claimed,
-      {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias},
-      p.score<Kernel::Score::arrays>(),
-      p.batch,
-      p.queries,
-      p.keys,
-      p.heads,
-      p.key_heads,
-      p.broadcast(p.dense_sizes),
-      p.broadcast(p.bias_sizes),
-      p.left,
-      p.right,
-      0,
-      p.scale};
+  const Kernel::Params params = {p.map(p.q, Tiles::Forward::head, p.heads, p.queries, Kernel::rows),
+                                 p.map(p.k, Tiles::Forward::head, p.key_heads, p.keys, Kernel::keys),
+                                 p.map(p.v, Tiles::Forward::value_head, p.key_heads, p.keys, Kernel::keys),
+                                 p.y,
+                                 p.lse,
+                                 p.claimed,
+                                 {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias},
+                                 p.score<Kernel::Score::arrays>(),
+                                 p.beside_y<attention::result_pointers<Tiles::Forward>()>(),
+                                 p.batch,
+                                 p.queries,
+                                 p.keys,
+                                 p.heads,
+                                 p.key_heads,
+                                 p.broadcast(p.dense_sizes),
+                                 p.broadcast(p.bias_sizes),
+                                 p.left,
+                                 p.right,
+                                 0,
+                                 p.scale};
   return run(p, min(pieces, 2), Kernel::threads, Kernel::shared_bytes,
              [&] { attention::forward<Tiles::Forward>(params); });
 }
 
 extern "C" const char* prepare(const Problem& p) {
   using Kernel = attention::Prepare<Tiles::Backward>;
-  const attention::PrepareParams params = {p.y,     p.dy,    p.lse,     p.dlse, p.lse_2,
-                                           p.delta, p.batch, p.queries, p.heads};
-  const int blocks = p.batch * attention::padded(p.queries) / Kernel::rows * attention::tiles_of(p.heads, Kernel::heads);
+  const attention::PrepareParams params = {p.y, p.dy, p.lse, p.dlse, p.lse_2, p.delta, p.batch, p.queries, p.heads};
+  const int blocks =
+      p.batch * attention::padded(p.queries) / Kernel::rows * attention::tiles_of(p.heads, Kernel::heads);
   return run(p, blocks, Kernel::threads, 0, [&] { attention::prepare<Tiles::Backward>(params); });
 }
 

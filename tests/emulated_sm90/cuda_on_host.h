@@ -25,6 +25,9 @@ struct alignas(8) int2 {
 struct alignas(16) int4 {
   int x, y, z, w;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -41,6 +44,12 @@ inline float __int_as_float(int bits) {
 }
 inline int __float_as_int(float value) {
   return std::bit_cast<int>(value);
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<unsigned>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return out;
 }
 inline int __popc(unsigned bits) {
   return std::popcount(bits);

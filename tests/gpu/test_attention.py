@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
+from coda_jax.attend.primitive import attention_forward_p
+from coda_jax.attend.spec import AttentionSpec, MaskSpec
+from tests.attention_cases import EPILOGUES, results_of
 from tests.gpu.poisoned import poisoned_launches
 from tests.test_attention import dense
 
@@ -267,3 +270,38 @@ def test_a_long_row():
         if i in (3, 4):
             part = slice(window + 1, None)
         assert distance(np.asarray(got[i])[:, -tail:][:, part], exact[i][:, part]) < 0.01
+
+
+def results_beside(name, width, keeps_y, given):
+    """A function of q, k, v and scalars by the kernel, the results as matrices that it makes, and the scalars."""
+    q, _, v, *_ = given
+    made = results_of(name, q.shape[0] * q.shape[1], q.shape[2] * v.shape[3], keeps_y)
+    spec = AttentionSpec(MaskSpec(right=0), width**-0.5, "cuda", results=made)
+    scalars = [jnp.float32(x) for x in (37.0, 0.5)[: made.count]]
+    return jax.jit(functools.partial(attention_forward_p.bind, spec=spec)), made, scalars
+
+
+@pytest.mark.parametrize("keeps_y", [True, False])
+@pytest.mark.parametrize("width,value_width,queries", [(40, 24, 160), (64, 64, 2208), (64, 64, 400), (128, 128, 272)])
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_results_beside_y_are_bit_for_bit_those_of_xla(name, width, value_width, queries, keeps_y):
+    given = problem(3, 2, queries, queries, 4, 2, width, value_width)
+    kernel, made, scalars = results_beside(name, width, keeps_y, given)
+    y = jax.jit(functools.partial(coda.attention, is_causal=True, implementation="cuda"))(*given[:3])
+    expected = jax.jit(made.by_xla)(y, scalars)
+    for _ in range(3):
+        results = kernel(*given[:3], *scalars)
+        found = results[2:] if keeps_y else results[1:]
+        for x, want in zip([*found, *results[: int(keeps_y)]], [*expected, *[y] * keeps_y], strict=True):
+            assert x.dtype == want.dtype
+            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_results_beside_y_repeat(width):
+    given = problem(5, 2, 2208, 2208, 4, 2, width)
+    kernel, _, scalars = results_beside("copies_in_8_bits", width, True, given)
+    first = kernel(*given[:3], *scalars)
+    for _ in range(300):
+        for x, one in zip(kernel(*given[:3], *scalars), first, strict=True):
+            assert jnp.array_equal(x.astype(jnp.float32), one.astype(jnp.float32))
