@@ -513,7 +513,8 @@ struct Backward {
     store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split, 1.0f);
   }
 
-  /// Products become probabilities, also packed in w. With a slope that is not 1, s and dw have their products with it.
+  /// Products become probabilities of their scores, also packed in w. Where the score's derivative is not 1, s, or dw
+  /// packed, has their products with it.
   __device__ __forceinline__ void probabilities_of_scores(float (&s)[registers], uint32 (&w)[words],
                                                           uint32 (&dw)[words], int head, int row, int my_key,
                                                           const ScoreWords<Score> (&of_keys)[2], uint32 lse) const {
@@ -523,27 +524,26 @@ struct Backward {
       ptx::load_pair(lse + 32 * j, l[0], l[1]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        const int i = 4 * j + 2 * r;
         float probability[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float& one = s[4 * j + 2 * r + c];
           const int query = row + 8 * j + 2 * static_cast<int>(threadIdx.x % 4) + c, of_key = my_key + 8 * r;
           ScoreWords<Score> words = of_keys[r];
           words.template load<&ScoreArray::queries, true>(p, batch, head, query, of_key);
-          const bool is_hidden = one == masked_score;
+          const bool is_hidden = !Score::keeps_hidden && s[i + c] == masked_score;
           float slope = 1, score;
           if constexpr (Score::unit_slope)
-            score = Score::value(one * p.scale, query, of_key, words.word);
+            score = Score::value(s[i + c] * p.scale, query, of_key, words.word);
           else
-            score = Score::value(one * p.scale, query, of_key, words.word, slope);
+            score = Score::value(s[i + c] * p.scale, query, of_key, words.word, slope);
           if constexpr (Config::has_bias) score += bias_of(head, query, of_key);
           probability[c] = is_hidden ? 0.0f : ptx::exp2_unit(fmaf(score, log2_e, -l[c]));
           // A slope may be infinite where a key is hidden.
-          one = Score::unit_slope ? probability[c] : probability[c] == 0 ? 0.0f : probability[c] * slope;
+          s[i + c] = Score::unit_slope || probability[c] == 0 ? probability[c] : probability[c] * slope;
         }
-        w[2 * j + r] = packed<input>(probability[0], probability[1]);
-        if constexpr (!Score::unit_slope)
-          if constexpr (queries == 128) dw[2 * j + r] = packed<input>(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]);
+        w[i / 2] = packed<input>(probability[0], probability[1]);
+        if constexpr (!Score::unit_slope && queries == 128) dw[i / 2] = packed<input>(s[i], s[i + 1]);
       }
     }
   }

@@ -2,8 +2,8 @@
 // its positions, and entries of arrays that are broadcastable to (batch, heads, queries, keys).
 //
 // A generated Score has: array[], its arrays, and their number `arrays`; `unit_slope`, whether its derivative by the
-// product is 1; value(product, row, column, operand), where operand[i] is the entry of array i; and with a further
-// argument also the derivative.
+// product is 1; `keeps_hidden`, whether the score of a product that is far below all others is so, too; value(product,
+// row, column, operand), where operand[i] is the entry of array i; and with a further argument also the derivative.
 #pragma once
 
 #include "attention_masks.cuh"

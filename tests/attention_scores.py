@@ -69,18 +69,23 @@ def ids(seed, *shape):
     return np.sort(np.random.default_rng(seed).integers(0, 4, shape)).astype(np.int32)
 
 
-SCORES = {
-    "soft cap": (soft_cap, ()),
-    "ALiBi": (alibi, ()),
-    "ALiBi with slopes": (alibi_of_slopes, (np.array([0.1, 0.3, 0.02, 0.5], np.float32),)),
-    "decay": (decay, (normal(0, B, N, T), normal(1, B, N, S))),
-    "prefix": (prefix, (np.array([5, 20], np.int32),)),
-    "documents": (documents, (ids(2, B, T), ids(3, B, S))),
-    "2-D window": (window_2d, ()),
-    "distance by row": (distance_by_row, (normal(4, B, N, T),)),
-    "gate": (gate, (normal(5, N),)),
-    "causal": (causal, ()),
-}
+def scores(batch, heads, queries, keys):
+    """Ten functions with their operands, by name."""
+    return {
+        "soft cap": (soft_cap, ()),
+        "ALiBi": (alibi, ()),
+        "ALiBi with slopes": (alibi_of_slopes, (np.linspace(0.02, 0.5, heads, dtype=np.float32),)),
+        "decay": (decay, (normal(0, batch, heads, queries), normal(1, batch, heads, keys))),
+        "prefix": (prefix, (np.arange(5, 5 + 15 * batch, 15, dtype=np.int32),)),
+        "documents": (documents, (ids(2, batch, queries), ids(3, batch, keys))),
+        "2-D window": (window_2d, ()),
+        "distance by row": (distance_by_row, (normal(4, batch, heads, queries),)),
+        "gate": (gate, (normal(5, heads),)),
+        "causal": (causal, ()),
+    }
+
+
+SCORES = scores(B, N, T, S)
 
 
 def is_float(x):

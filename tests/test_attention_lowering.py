@@ -143,3 +143,48 @@ def test_pairs_of_a_band(left, right, queries, keys):
     assert costs.pairs(MaskSpec(left, right), queries, keys) == seen
     assert costs.pairs(MaskSpec(left, right, has_ids=True), queries, keys) == seen // 2
     assert costs.pairs(MaskSpec(left, right, has_mask=True, has_bias=True), queries, keys) == seen
+
+
+def scored(q, k, v, slopes):
+    def alibi(s):
+        return s - slopes[:, None, None] * jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+
+    return causal(q, k, v, score=alibi)
+
+
+def test_arrays_of_a_score_reach_the_kernels_behind_those_of_masks():
+    text = lowered(scored, Q, KV, KV, jax.ShapeDtypeStruct((H,), jnp.bfloat16))
+    (call,) = re.findall(r"@coda_launch\(.*: \((.*)\) -> ", text)
+    assert re.findall(r"tensor<(.*?)>", call)[3:] == [f"1x{H}x1x1xbf16"]
+    assert calls(
+        lowered(
+            lambda *x: jax.grad(lambda q: jnp.sum(scored(q, *x[1:])).astype(jnp.float32))(x[0]),
+            Q,
+            KV,
+            KV,
+            jax.ShapeDtypeStruct((H,), jnp.bfloat16),
+        )
+    ) == ["attention", "attention_backward"]
+
+
+def where(s):
+    row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+    return jnp.where((row >= key) & (row - key < 9), s, -jnp.inf)
+
+
+def test_a_score_that_is_a_band_is_one():
+    """The program is that of a window, by its arguments."""
+    by_score = lowered(lambda *x: coda.attention(*x, score=where), Q, KV, KV)
+    assert by_score == lowered(lambda *x: causal(*x, local_window_size=8), Q, KV, KV)
+
+
+def test_a_score_of_a_dtype_that_kernels_do_not_have(monkeypatch):
+    with jax.enable_x64(True), pytest.warns(coda.FallbackWarning, match="its score reads an array of float64"):
+        monkeypatch.undo()
+        lowered(
+            lambda *x: coda.attention(*x[:3], score=lambda s, x: s + x, operands=x[3:]),
+            Q,
+            KV,
+            KV,
+            jax.ShapeDtypeStruct((T,), jnp.float64),
+        )

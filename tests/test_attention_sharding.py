@@ -343,3 +343,29 @@ def test_sums_of_gradients_are_sent_as_products_send_theirs(monkeypatch):
             text = for_gpus(passes(causal), types).as_text()
             sums = re.findall(r'"stablehlo.all_reduce".*?\}\) : \(tensor<[\dx]*x(\w+)>\)', text, re.DOTALL)
             assert sums == [sent] * 2, text
+
+
+def gated(s, gates, of_rows):
+    """Of heads, rows and positions: each device has its own of them."""
+    row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+    head = jax.lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    score = s * jnp.tanh(gates)[:, None, None] - 0.1 * head * jnp.abs(row - key) + of_rows[..., None]
+    return jnp.where((row >= key) & ((row // 5 == key // 5) | (key < 3)), score, -jnp.inf)
+
+
+@KINDS
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scores(kind, name):
+    """Positions are those of the whole arrays, and gradients of what a score reads are sums over devices."""
+    scheme, rng = SCHEMES[name], np.random.default_rng(0)
+    gates, of_rows = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((H,), (B, H, T)))
+
+    def run(q, k, v, dy, gates, of_rows):
+        attend = lambda q, k, v, *x: coda.attention(q, k, v, score=gated, operands=x)  # noqa: E731
+        y, pullback = jax.vjp(attend, q, k, v, gates, of_rows)
+        return y, *pullback(dy)
+
+    heads, rows = scheme.of_queries[2], scheme.of_queries[1]
+    specs = [*scheme.arguments[:4], P(heads), P(scheme.of_queries[0], heads, rows)]
+    parts, _, _ = compare(run, [*arrays()[:4], gates, of_rows], specs, kind)
+    assert [x[:2] for x in parts] == [tuple(scheme.parts)] * 2

@@ -194,3 +194,39 @@ def test_skipped_tiles(left, right, queries, keys):
                 tiles.add((i // tile, j // tile))
     everything = math.ceil(queries / tile) * math.ceil(keys / tile)
     assert costs.skipped(MaskSpec(left, right), queries, keys, tile) == pytest.approx(1 - len(tiles) / everything)
+
+
+def soft_cap(s):
+    return 20 * jnp.tanh(s / 20)
+
+
+def in_chunks(s):
+    row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+    return jnp.where(row // 256 == key // 256, s, -jnp.inf)
+
+
+@needs_nvrtc
+def test_scores_are_named():
+    (forward,) = explained(lambda *x: loss(*x, is_causal=True, score=soft_cap), array(H), array(K), array(K))[1]
+    assert forward.mask == "causal; score soft_cap" and forward.skipped == 28 / 64 and forward.reason is None
+
+
+@needs_nvrtc
+def test_tiles_that_a_score_hides_are_counted():
+    (forward,) = explained(lambda *x: loss(*x, score=in_chunks), array(H), array(K), array(K))[1]
+    assert forward.mask == "from i - 511 to i + 511; score in_chunks, which hides keys"
+    assert forward.skipped == 1 - 16 / 64
+
+
+@needs_nvrtc
+def test_tiles_that_a_scores_arrays_hide_are_not_known():
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
+
+    def documents(s, ids):
+        return jnp.where(ids[:, None, :, None] == ids[:, None, None], s, -jnp.inf)
+
+    def attend(q, k, v, ids):
+        return loss(q, k, v, score=documents, operands=(ids,))
+
+    (forward,) = explained(attend, array(H), array(K), array(K), ids)[1]
+    assert forward.mask == "none; score documents, which hides keys in tiles by its arrays" and forward.skipped is None

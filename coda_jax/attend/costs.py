@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from coda_jax.attend.score import Score
+from coda_jax.attend.score.hiding import tiles_hidden
 from coda_jax.attend.spec import MaskSpec
 
 # TFLOP/s of needed pairs, forward and backward. FlashAttention-3, whose structure the kernels have, reaches 460 to 650
@@ -29,18 +31,22 @@ def pairs(mask: MaskSpec, queries: Any, keys: Any) -> int | None:
     return found // 2 if mask.has_ids else found
 
 
-def skipped(mask: MaskSpec, queries: Any, keys: Any, tile: int = 128) -> float | None:
+def skipped(mask: MaskSpec, queries: Any, keys: Any, tile: int = 128, score: Score | None = None) -> float | None:
     """The share of square tiles in which a band hides all pairs; None where arrays hide others, or sizes are symbolic.
 
     Args:
       tile: queries, and keys, of a tile.
+      score: a function without arrays that may hide keys, too.
     """
     if mask.intervals or mask.has_ids or mask.has_mask or not (isinstance(queries, int) and isinstance(keys, int)):
         return None
     rows = np.arange(0, queries, tile, dtype=np.int64)
     first, end = _bounds(mask, rows, np.minimum(rows + tile, queries) - 1, keys)
-    needed = int(np.where(end > first, -(-end // tile) - first // tile, 0).sum())
-    return 1 - needed / max(len(rows) * -(-keys // tile), 1)
+    starts = np.arange(0, keys, tile, dtype=np.int64)
+    is_needed = (starts < end[:, None]) & (starts + tile > first[:, None]) & (end > first)[:, None]
+    if score is not None:
+        is_needed &= ~np.asarray(tiles_hidden(score, (), queries, keys, tile, tile)[0])[0]
+    return 1 - int(is_needed.sum()) / max(is_needed.size, 1)
 
 
 def _bounds(mask: MaskSpec, first_rows: np.ndarray, last_rows: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:

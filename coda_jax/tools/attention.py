@@ -13,7 +13,9 @@ from jax.extend import core
 from coda_jax.attend import costs
 from coda_jax.attend.cuda import Selected, selected
 from coda_jax.attend.primitive import is_backward
-from coda_jax.attend.spec import MaskSpec
+from coda_jax.attend.score import Score
+from coda_jax.attend.score.hiding import band
+from coda_jax.attend.spec import AttentionSpec, MaskSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +28,13 @@ class AttentionCall:
     Attributes:
       is_backward: whether it is the backward pass.
       query, key, value: types of the arrays, unsharded.
-      mask: which keys a query sees, in words.
+      mask: which keys a query sees, in words, and the score function's name.
       reason: why it takes XLA's form; None if it is the Hopper kernels.
       over: the mesh axes over which each device runs it on its own part.
       flops: that the mask needs, as `coda_jax.attend.costs` counts them: documents are taken to be half of all pairs.
       pairs: the share of all pairs of queries and keys that the mask needs, counted so.
-      skipped: the share of tiles of 128 x 128 in which a band hides all pairs; None where arrays hide others, too.
+      skipped: the share of tiles of 128 x 128 in which a band, or a score without arrays, hides all pairs; None where
+        arrays hide others, too.
       bytes_read, bytes_written: of its arguments and results, each once. The forward pass writes what is kept for the
         backward pass beside its arguments: y and the log-sum-exp.
       us: about how many microseconds the kernels take; None if it takes XLA's form.
@@ -68,17 +71,21 @@ def attention_call(equation: core.JaxprEqn, platform: str, num_devices: int) -> 
         choice = Selected(f"the platform is {platform}", (), avals, results)
     queries, keys = avals[0].shape[1], avals[1].shape[1]
     seen = costs.pairs(spec.mask, queries, keys)
+    of_score = spec.score_arrays(avals)
+    hides = spec.score
+    if hides is not None and band(hides, [x.shape for x in of_score], queries, keys).is_likely_all:
+        hides = None
     query, key, value = (jax.core.ShapedArray(x.shape, x.dtype).str_short() for x in avals[:3])
     call = AttentionCall(
         backward,
         query,
         key,
         value,
-        in_words(spec.mask),
+        in_words(spec.mask) + _score_in_words(spec, hides),
         choice.reason,
         choice.over,
         pairs=None if seen is None else seen / max(queries * keys, 1),
-        skipped=costs.skipped(spec.mask, queries, keys),
+        skipped=None if hides and of_score else costs.skipped(spec.mask, queries, keys, score=hides),
     )
     if choice.arguments is None or seen is None:
         return call
@@ -98,6 +105,14 @@ def _bytes(types: Sequence[Any]) -> int | None:
     if not all(isinstance(size, int) for x in types for size in x.shape):
         return None
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in types)
+
+
+def _score_in_words(spec: AttentionSpec, hides: Score | None) -> str:
+    """The score's name, and whether it hides keys: "; score documents, which hides keys in tiles by its arrays"."""
+    if spec.score is None:
+        return ""
+    how = ", which hides keys" if hides else ""
+    return f"; score {spec.score.name}{how}{' in tiles by its arrays' if hides and spec.score.dtypes else ''}"
 
 
 def in_words(mask: MaskSpec) -> str:

@@ -11,6 +11,7 @@ import coda_jax as coda
 from coda_jax.attend.primitive import attention_forward_p
 from coda_jax.attend.spec import AttentionSpec, MaskSpec
 from tests.attention_cases import EPILOGUES, results_of
+from tests.attention_scores import exactly, is_float, scores
 from tests.gpu.poisoned import poisoned_launches
 from tests.test_attention import dense
 
@@ -305,3 +306,58 @@ def test_results_beside_y_repeat(width):
     for _ in range(300):
         for x, one in zip(kernel(*given[:3], *scalars), first, strict=True):
             assert jnp.array_equal(x.astype(jnp.float32), one.astype(jnp.float32))
+
+
+def of_score(given, score, operands, implementation, **options):
+    """y, and the gradients of q, k, v and the operands of floating dtypes."""
+
+    @jax.jit
+    def run(q, k, v, dy, *operands):
+        places = [i for i, x in enumerate(operands) if is_float(x)]
+
+        def attend(q, k, v, *differentiated):
+            of = dict(enumerate(operands)) | dict(zip(places, differentiated, strict=True))
+            of = [of[i] for i in range(len(operands))]
+            return coda.attention(q, k, v, score=score, operands=of, implementation=implementation, **options)
+
+        y, pullback = jax.vjp(attend, q, k, v, *(operands[i] for i in places))
+        return y, *pullback(dy)
+
+    return run(*given, *operands)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", scores(1, 1, 1, 1))
+def test_scores(name, width):
+    """No result is further from float64's than twice XLA's form and a rounding; the tanh of a kernel has 11 bits."""
+    given = problem(15, 2, 500, 430, 4, 2, width)[:4]
+    score, operands = scores(2, 4, 500, 430)[name]
+    exact = exactly(*given, score, operands)
+    ours, plain = (of_score(given, score, operands, form) for form in ("cuda", "xla"))
+    for got, rough, one in zip(ours, plain, exact, strict=True):
+        error, allowed = distance(got, one), 2 * distance(rough, one) + float(jnp.finfo(BF16).eps) / 8
+        assert error <= allowed, f"{error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("name", ["soft cap", "ALiBi with slopes", "documents"])
+def test_bits_of_scores(name):
+    given, (score, operands) = problem(16, 2, 1500, 1500, 8, 2, 64)[:4], scores(2, 8, 1500, 1500)[name]
+    first = of_score(given, score, operands, "cuda", is_causal=True)
+    for _ in range(100):
+        for got, one in zip(of_score(given, score, operands, "cuda", is_causal=True), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(one))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dy"])
+def test_nan_stays_in_its_document_by_a_score(name):
+    given = problem(17, 1, 700, 700, 4, 2, 64)[:4]
+    ids = np.repeat(np.arange(10), 70)[None].astype(np.int32)
+    score, bad = scores(1, 4, 700, 700)["documents"][0], 333
+    spoiled = list(given)
+    place = ["q", "k", "v", "dy"].index(name)
+    spoiled[place] = given[place].at[0, bad, 1, 5].set(jnp.nan)
+    clean, got = (of_score(x, score, (ids, ids), "cuda") for x in (given, spoiled))
+    others = ids[0] != ids[0, bad]
+    for one, exact in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(one)[0, others], np.asarray(exact)[0, others])
+    assert np.isnan(np.asarray(got[1], np.float32)[0, bad]).any()

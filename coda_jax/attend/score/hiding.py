@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.attend.score.program import Score
-from coda_jax.attend.score.ranges import Bounds, Number, Tiles, Truth, hidden, unknown
+from coda_jax.attend.score.ranges import Bounds, Number, Tiles, Truth, bounds, hidden, unknown
 from coda_jax.epilogue.program import needed_nodes
 from coda_jax.epilogue.values import same_size
 
@@ -42,26 +42,21 @@ def band(score: Score, shapes: Sequence[Sequence[Any]], queries: Any, keys: Any)
     Args:
       shapes: of its arrays.
     """
-    has_positions = tuple(not (same_size(shape[2], 1) and same_size(shape[3], 1)) for shape in shapes)
+    has_positions = _have_positions(shapes)
     is_known = isinstance(queries, int) and isinstance(keys, int) and 0 < queries + keys < _MOST_DIAGONALS
     return _band(score, has_positions, queries if is_known else None, keys if is_known else None)
 
 
 @functools.lru_cache(maxsize=1024)
 def _band(score: Score, has_positions: tuple[bool, ...], queries: int | None, keys: int | None) -> Band:
-    dtypes = [dtype if dtype in ("bool", "int32") else "float32" for dtype in score.dtypes]
-    arrays = [unknown(dtype, np) for dtype in dtypes]
-    usual = [
-        unknown(dtype, np) if flag or dtype == "bool" else Number(*_USUAL[dtype])
-        for dtype, flag in zip(dtypes, has_positions, strict=True)
-    ]
+    arrays, usual = _arrays(score, None), _arrays(score, has_positions)
     if not queries or not keys:
         ends = 0, _NO_END - 1
         none_hidden = [np.all(hidden(score, Tiles(np, ends, ends, each))[1]) for each in (arrays, usual)]
         return Band(None, None, *map(bool, none_hidden))
     ages = np.arange(1 - keys, queries, dtype=np.int32)  # of a query: its row less the key's
     columns = np.maximum(0, -ages), np.minimum(keys, queries - ages) - 1
-    tiles = Tiles(np, (columns[0] + ages, columns[1] + ages), columns, arrays, (ages, ages))
+    tiles = Tiles(np, (columns[0] + ages, columns[1] + ages), columns, arrays, difference=(ages, ages))
     all_hidden, none_hidden = (np.broadcast_to(x, ages.shape) for x in hidden(score, tiles))
     likely_none = np.broadcast_to(hidden(score, tiles._replace(arrays=usual))[1], ages.shape)
     shown = np.flatnonzero(~all_hidden)
@@ -71,6 +66,28 @@ def _band(score: Score, has_positions: tuple[bool, ...], queries: int | None, ke
     first, last = int(ages[shown[0]]), int(ages[shown[-1]])
     left, right = (None if last == queries - 1 else last), (None if first == 1 - keys else -first)
     return Band(left, right, bool(none_hidden[inside].all()), bool(likely_none[inside].all()))
+
+
+def _have_positions(shapes: Sequence[Sequence[Any]]) -> tuple[bool, ...]:
+    return tuple(not (same_size(shape[2], 1) and same_size(shape[3], 1)) for shape in shapes)
+
+
+def _arrays(score: Score, has_positions: Sequence[bool] | None) -> list[Bounds]:
+    """Bounds of arrays of unknown values; with `has_positions`, those without rows and columns have usual ones."""
+    dtypes = [dtype if dtype in ("bool", "int32") else "float32" for dtype in score.dtypes]
+    if has_positions is None:
+        return [unknown(dtype, np) for dtype in dtypes]
+    return [
+        unknown(dtype, np) if flag or dtype == "bool" else Number(*_USUAL[dtype])
+        for dtype, flag in zip(dtypes, has_positions, strict=True)
+    ]
+
+
+def keeps_hidden(score: Score, shapes: Sequence[Sequence[Any]]) -> bool:
+    """Whether the score of a product far below all others is so, too: as of a sum, but not of a cap."""
+    ends = 0, _NO_END - 1
+    usual = _arrays(score, _have_positions(shapes))
+    return bool(np.all(bounds(score, Tiles(np, ends, ends, usual, product=(-(2.0**93), -(2.0**93)))).high < -(2.0**92)))
 
 
 def shown(score: Score, arrays: Sequence[jax.Array]) -> tuple[Score | None, tuple[jax.Array, ...]]:
@@ -97,8 +114,8 @@ def tiles_hidden(
         return first, jnp.minimum(first + size, count) - 1
 
     row, column = positions(queries, rows), positions(keys, columns)
-    bounds = [_of_tiles(x, rows, columns) for x in arrays]
-    all_hidden, none_hidden = hidden(score, Tiles(jnp, (row[0][:, None], row[1][:, None]), column, bounds))
+    of_arrays = [_of_tiles(x, rows, columns) for x in arrays]
+    all_hidden, none_hidden = hidden(score, Tiles(jnp, (row[0][:, None], row[1][:, None]), column, of_arrays))
 
     def of_heads(flags: Any) -> jax.Array:
         flags = jnp.asarray(flags)

@@ -49,6 +49,7 @@ class Tiles(NamedTuple):
     Attributes:
       xp: numpy, or jax.numpy.
       row, column: (low, high).
+      product: of scaled products of queries and keys.
       difference: bounds of row - column, where they are less than those of rows and columns say.
       arrays: of each array of the score.
     """
@@ -57,11 +58,18 @@ class Tiles(NamedTuple):
     row: tuple[Any, Any]
     column: tuple[Any, Any]
     arrays: Sequence[Bounds]
+    product: tuple[float, float] = (-_PRODUCT, _PRODUCT)
     difference: tuple[Any, Any] | None = None
 
 
 def hidden(score: Score, tiles: Tiles) -> tuple[Any, Any]:
     """Whether each tile is hidden entirely, and whether nothing of it is, as arrays that broadcast to the tiles."""
+    value = bounds(score, tiles)
+    return value.high <= HIDDEN, value.low > HIDDEN
+
+
+def bounds(score: Score, tiles: Tiles) -> Number:
+    """The bounds of a score in each tile, as arrays that broadcast to the tiles."""
     made: dict[int, Bounds] = {}
     with np.errstate(all="ignore"):
         for number in sorted(needed_nodes(score.nodes, [score.value])):
@@ -69,7 +77,7 @@ def hidden(score: Score, tiles: Tiles) -> tuple[Any, Any]:
             made[number] = _Evaluation(tiles).of(node, [made[i] for i in node.inputs])
     value = made[score.value]
     assert isinstance(value, Number)
-    return value.high <= HIDDEN, value.low > HIDDEN
+    return value
 
 
 def unknown(dtype: str, xp: Any) -> Bounds:
@@ -123,7 +131,7 @@ class _Evaluation:
             case "row" | "column":
                 return self.of_form({node.op: 1})
             case "score":
-                return Number(self.xp.asarray(-_PRODUCT, self.xp.float32), self.xp.asarray(_PRODUCT, self.xp.float32))
+                return Number(*(self.xp.asarray(x, self.xp.float32) for x in self.tiles.product))
             case "operand":
                 bounds = self.tiles.arrays[node["index"]]
                 is_int = isinstance(bounds, Number) and node.dtype == "int32"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from coda_jax.attend.score.hiding import keeps_hidden
 from coda_jax.attend.score.program import Score
 from coda_jax.epilogue.dtypes import BOOL, FLOAT32, TABLE
 from coda_jax.epilogue.emit import literal_text, operation_text, register_of
@@ -29,6 +30,7 @@ def emit(score: Score, arrays: Sequence[Any]) -> str:
             "struct Score {",
             f"  static constexpr int arrays = {len(arrays)};",
             f"  static constexpr bool unit_slope = {str(score.has_unit_slope).lower()};",
+            f"  static constexpr bool keeps_hidden = {str(keeps_hidden(score, [x.shape for x in arrays])).lower()};",
             *declared("coda::attention::ScoreArray array[]", [[entry(_array(x)) for x in arrays] or [""]]),
             "",
             *_function("", [*_statements(score, [score.value], names), f"return {value};"]),
