@@ -203,11 +203,12 @@ def _traced(
     if mask.intervals:
         return traced, read, mask
     left, right, is_all, _ = band(traced, [x.shape for x in read], sizes.queries, sizes.keys)
-    bounds = (
-        min((x for x in pair if x is not None), default=None) for pair in ((mask.left, left), (mask.right, right))
-    )
-    mask = dataclasses.replace(mask, **dict(zip(("left", "right"), bounds, strict=True)))
+    mask = dataclasses.replace(mask, left=_narrower(mask.left, left), right=_narrower(mask.right, right))
     return (*(shown(traced, read) if is_all else (traced, read)), mask)
+
+
+def _narrower(one: int | None, other: int | None) -> int | None:
+    return min((x for x in (one, other) if x is not None), default=None)
 
 
 def _check_factors(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

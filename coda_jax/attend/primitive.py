@@ -206,7 +206,8 @@ _traced_form = jax.jit(xla_form, static_argnames=("spec", "primitive", "on_cpu")
 
 def _differentiated(spec: AttentionSpec) -> list[tuple[Callable[..., Any], tuple[int, ...]]]:
     """The functions of blocks that give gradients of arrays beside q, k and v, and which arrays these are."""
-    places, found = range(spec.count), []
+    places = range(spec.count)
+    found: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
     if spec.mask.has_bias:
         found.append((blocks.bias_cotangents, (spec.mask_arrays(places).bias,)))
     if spec.score is not None and spec.score.slopes:
@@ -278,7 +279,7 @@ def _batch(
     each = list(zip(arrays, dims, strict=True))
     size, cuts = next((x.shape[dim], explicit_cuts(x)[dim]) for x, dim in each if dim is not None)
     batch = arrays[0].shape[int(dims[0] == 0)]
-    of_mask, of_score = (of(range(len(arrays))) for of in (spec.mask_arrays, spec.score_arrays))
+    of_mask, of_score = spec.mask_arrays(range(len(arrays))), spec.score_arrays(range(len(arrays)))
     merged = []
     for i, (x, dim) in enumerate(each):
         if dim is None and i in (of_mask.mask, of_mask.bias, *of_score) and same_size(x.shape[0], 1):

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from coda_jax.attend.score.elements import is_local
-from coda_jax.epilogue.flatten import Constants, Equation, Flat, callee, flatten
-from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES
+from coda_jax.epilogue.flatten import Atom, Constants, Equation, Flat, flatten
+from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ def _is_local(equation: Equation) -> bool:
 def inlined(flat: Flat) -> Flat:
     """The same with the bodies of functions that have derivatives of their own."""
     new = dataclasses.replace(flat, avals=list(flat.avals), equations=[])
-    known: dict[int, object] = {}
+    known: dict[int, Atom] = {}
 
-    def read(atoms: Sequence[object]) -> tuple[object, ...]:
+    def read(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         return tuple(known.get(x, x) if isinstance(x, int) else x for x in atoms)
 
     for equation in flat.equations:
@@ -63,24 +63,15 @@ def inlined(flat: Flat) -> Flat:
             new.equations.append(dataclasses.replace(equation, inputs=inputs))
             continue
         body = flatten(callee(equation), Constants(), inline_custom_derivatives=True)
-        own = dict(enumerate(inputs))
-
-        def at(atom: object, own: dict[int, object] = own, body: Flat = body) -> object:
-            if not isinstance(atom, int):
-                return atom
-            if atom not in own:
-                own[atom] = new.new(body.avals[atom])
-            return own[atom]
-
+        own: dict[int, Atom] = dict(enumerate(inputs))
         for one in body.equations:
+            variables = tuple(new.new(body.avals[out]) for out in one.outputs)
+            of_body = tuple(own[x] if isinstance(x, int) else x for x in one.inputs)
+            own.update(zip(one.outputs, variables, strict=True))
             new.equations.append(
-                dataclasses.replace(
-                    one,
-                    inputs=tuple(map(at, one.inputs)),
-                    outputs=tuple(map(at, one.outputs)),
-                    source_info=equation.source_info,
-                )
+                dataclasses.replace(one, inputs=of_body, outputs=variables, source_info=equation.source_info)
             )
-        known.update(zip(equation.outputs, map(at, body.outputs), strict=True))
+        results = (own[x] if isinstance(x, int) else x for x in body.outputs)
+        known.update(zip(equation.outputs, results, strict=True))
     new.outputs = read(flat.outputs)
     return new

@@ -46,12 +46,12 @@ class Source(NamedTuple):
 
     Attributes:
       kind: "scores", "operand" (explicit or captured), "computed" of these before the call, "position" along an axis.
-      index: of the array; the axis.
+      number: of the array; the axis.
       is_tangent: whether it is its tangent.
     """
 
     kind: str
-    index: int = 0
+    number: int = 0
     is_tangent: bool = False
 
 
@@ -86,8 +86,8 @@ class ScoreElements(Elements):
         wanted = self._wanted(atom)
         made: dict[tuple[int, Places], int] = {}
         for variable, source in self.sources.items():
-            for places, equation in wanted.get(variable, {}).items():
-                made[variable, places] = self._leaf(variable, source, places, equation)
+            for places, reader in wanted.get(variable, {}).items():
+                made[variable, places] = self._leaf(variable, source, places, reader)
         for equation in self.flat.equations:
             for places in wanted.get(equation.outputs[0], {}):
                 try:

@@ -52,8 +52,10 @@ def _band(score: Score, has_positions: tuple[bool, ...], queries: int | None, ke
     arrays, usual = _arrays(score, None), _arrays(score, has_positions)
     if not queries or not keys:
         ends = 0, _NO_END - 1
-        none_hidden = [np.all(hidden(score, Tiles(np, ends, ends, each))[1]) for each in (arrays, usual)]
-        return Band(None, None, *map(bool, none_hidden))
+        is_all, is_likely_all = (
+            bool(np.all(hidden(score, Tiles(np, ends, ends, each))[1])) for each in (arrays, usual)
+        )
+        return Band(None, None, is_all, is_likely_all)
     ages = np.arange(1 - keys, queries, dtype=np.int32)  # of a query: its row less the key's
     columns = np.maximum(0, -ages), np.minimum(keys, queries - ages) - 1
     tiles = Tiles(np, (columns[0] + ages, columns[1] + ages), columns, arrays, difference=(ages, ages))

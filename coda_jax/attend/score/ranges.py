@@ -152,10 +152,9 @@ class _Evaluation:
             is_known = (self.xp.abs(low.astype(self.xp.float32)) < _FITS) & (
                 self.xp.abs(high.astype(self.xp.float32)) < _FITS
             )
-            least, most = -_MOST - 1, _MOST
-        else:
-            is_known, least, most = (low == low) & (high == high), -np.inf, np.inf
-        return Number(self.xp.where(is_known, low, least), self.xp.where(is_known, high, most))
+            return Number(self.xp.where(is_known, low, -_MOST - 1), self.xp.where(is_known, high, _MOST))
+        is_known = (low == low) & (high == high)
+        return Number(self.xp.where(is_known, low, -np.inf), self.xp.where(is_known, high, np.inf))
 
     def of_form(self, form: _Form) -> Number:
         """The bounds of a sum, leaf by leaf; rows and columns together where their difference is known better."""
@@ -271,12 +270,12 @@ class _Evaluation:
                     xp.minimum(xp.maximum(x.high, least.high), most.high),
                 )
             case "abs":
-                size = xp.maximum(xp.abs(a.low), xp.abs(a.high))
-                return xp.where((a.low <= 0) & (a.high >= 0), 0, xp.minimum(xp.abs(a.low), xp.abs(a.high))), size
+                size = self.size(a)
+                return size.low, size.high
             case "mul":
                 return self.product(node, a, b)
             case "square":
-                return self.product(node, *[Number(*self.number(Node("abs", (0,), node.dtype), [a]))] * 2)
+                return self.product(node, self.size(a), self.size(a))
             case "div" if node.dtype != "int32":
                 is_apart = (b.low > 0) | (b.high < 0)
                 each = [x / xp.where(is_apart, y, 1) for x in (a.low, a.high) for y in (b.low, b.high)]
@@ -291,6 +290,10 @@ class _Evaluation:
         if node.op in _INCREASING and (node.dtype != "int32" or node.op == "sign"):
             return tuple(getattr(xp, _INCREASING[node.op])(x) for x in (a.low, a.high))
         return None
+
+    def size(self, a: Number) -> Number:
+        xp, ends = self.xp, (self.xp.abs(a.low), self.xp.abs(a.high))
+        return Number(xp.where((a.low <= 0) & (a.high >= 0), 0, xp.minimum(*ends)), xp.maximum(*ends))
 
     def product(self, node: Node, a: Number, b: Number) -> tuple[Any, Any]:
         xp = self.xp

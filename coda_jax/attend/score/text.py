@@ -85,5 +85,5 @@ def _expression(score: Score, number: int, names: Sequence[str]) -> str:
         return f"coda::attention::tanh_approximate({inputs[0]})"
     divisor = score.nodes[node.inputs[-1]]
     if node.op == "div" and node.dtype == FLOAT32 and divisor.op == "literal" and divisor["value"]:
-        return f"{inputs[0]} * {literal_text(1 / np.float32(divisor['value']), FLOAT32)}"
+        return f"{inputs[0]} * {literal_text(float(1 / np.float32(divisor['value'])), FLOAT32)}"
     return operation_text(node, inputs, dtypes)

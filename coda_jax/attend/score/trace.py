@@ -152,7 +152,7 @@ def _with_slopes(
         why_not = str(error)
     shown = decided(elements, value, known)
     # The derivative may read an array at places at which the value does not.
-    read = [np.int32 if x.source.kind == "position" else types[1 + x.source.index].dtype for x in elements.accesses]
+    read = [np.int32 if x.source.kind == "position" else types[1 + x.source.number].dtype for x in elements.accesses]
     score = Score(
         elements.name,
         tuple(np.dtype(dtype).name for dtype in read),
@@ -207,10 +207,10 @@ def _as_read(arrays: Sequence[jax.Array], access: Access, shape: tuple[Any, ...]
     """The array of an access, (1 or B, 1 or H, 1 or T, 1 or S)."""
     source, places = access
     if source.kind == "position":
-        x = jnp.arange(shape[source.index], dtype=jnp.int32)
+        x = jnp.arange(shape[source.number], dtype=jnp.int32)
     else:
-        x = jnp.asarray(arrays[source.index])
+        x = jnp.asarray(arrays[source.number])
     x = lax.squeeze(x, [axis for axis, place in enumerate(places) if place is None])
     axes = [place for place in places if place is not None]
-    x = lax.transpose(x, sorted(range(len(axes)), key=axes.__getitem__))
-    return lax.expand_dims(x, [axis for axis in PAIR if axis not in axes])
+    x = lax.transpose(x, sorted(range(len(axes)), key=lambda i: axes[i]))
+    return lax.expand_dims(x, [axis for axis in range(len(PAIR)) if axis not in axes])
