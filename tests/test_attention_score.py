@@ -83,7 +83,7 @@ def test_arrays_that_it_closes_over_have_gradients():
 
 
 def test_an_array_read_at_two_places():
-    """Of queries and of keys: its gradient is the sum of both; and what it makes of a slice and a sum is not local."""
+    """Its gradient is the sum of both places'. A slice and a mean of it are computed before the call."""
 
     def score(s, x):
         normalised = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -247,7 +247,7 @@ def test_vmap():
 
 
 def test_vmap_shares_positions_of_sequences_and_heads():
-    """Which are those of the function that is mapped."""
+    """They are those of the function that is mapped."""
 
     def score(s):
         batch, head = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (0, 1))

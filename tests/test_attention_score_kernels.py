@@ -116,9 +116,9 @@ PLANTED = {  # a Fault; the case that finds it
         *("scores", "min(query, p.queries - 1)", "min(query + 1, p.queries - 1)"),
         *("rows, keys and pairs", "y" + WRONG),
     ),
-    "hidden_product_is_capped": (
+    "hidden_product_has_a_score": (
         *("backward_sm90", "!Score::keeps_hidden &&", "false &&"),
-        *("soft cap", "d." + WRONG),
+        *("rooted", "d." + WRONG),
     ),
 }
 

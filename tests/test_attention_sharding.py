@@ -346,7 +346,7 @@ def test_sums_of_gradients_are_sent_as_products_send_theirs(monkeypatch):
 
 
 def gated(s, gates, of_rows):
-    """Of heads, rows and positions: each device has its own of them."""
+    """A score of heads, rows and positions: each device has its own of them."""
     row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
     head = jax.lax.broadcasted_iota(jnp.int32, s.shape, 1)
     score = s * jnp.tanh(gates)[:, None, None] - 0.1 * head * jnp.abs(row - key) + of_rows[..., None]

@@ -1,4 +1,4 @@
-"""What a score function computes of its arrays alone by operations that are not local: XLA does it before the call.
+"""The part of a score function that is not local and reads its arrays alone: XLA computes it before the call.
 
 So a score may take a slice of a table or a sum over an operand's axis. What it takes of the scores is not moved.
 """
@@ -6,7 +6,7 @@ So a score may take a slice of a table or a sum over an operand's axis. What it 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coda_jax.attend.score.elements import is_local
 from coda_jax.epilogue.flatten import Atom, Constants, Equation, Flat, flatten
@@ -24,22 +24,28 @@ class Before:
 def split(flat: Flat) -> tuple[Before, Flat]:
     """The part of a function that is computed before the call, and the rest. Variable 0 is the scores."""
     makers = {out: equation for equation in flat.equations for out in equation.outputs}
+    moved = _moved(flat, makers)
+    made = {out for out in moved if not _is_local(makers[out])}  # by operations that are not local
+    rest = [equation for equation in flat.equations if made.isdisjoint(equation.outputs)]
+    read = {x for equation in rest for x in equation.inputs} | {*flat.outputs}
+    before = tuple(equation for equation in flat.equations if not moved.isdisjoint(equation.outputs))
+    results = tuple(out for equation in before for out in equation.outputs if out in made and out in read)
+    return Before(before if results else (), results), dataclasses.replace(flat, equations=rest)
+
+
+def _moved(flat: Flat, makers: Mapping[int, Equation]) -> set[int]:
+    """The variables that equations make which are not local and read no scores, or that such an equation reads."""
     of_scores = {0}
     for equation in flat.equations:
-        if of_scores.intersection(x for x in equation.inputs if isinstance(x, int)) or not equation.outputs:
+        if not of_scores.isdisjoint(equation.inputs) or not equation.outputs:
             of_scores.update(equation.outputs)
-    moved: set[int] = set()  # outputs of equations before
+    moved: set[int] = set()
     for equation in reversed(flat.equations):
         is_moved = not moved.isdisjoint(equation.outputs)
         if of_scores.isdisjoint(equation.outputs) and (is_moved or not _is_local(equation)):
             moved.update(equation.outputs)
             moved.update(x for x in equation.inputs if x in makers)
-    nonlocal_ones = {out for out in moved if not _is_local(makers[out])}
-    rest = [equation for equation in flat.equations if nonlocal_ones.isdisjoint(equation.outputs)]
-    read = {x for equation in rest for x in equation.inputs} | {*flat.outputs}
-    before = tuple(equation for equation in flat.equations if not moved.isdisjoint(equation.outputs))
-    results = tuple(out for equation in before for out in equation.outputs if out in nonlocal_ones and out in read)
-    return Before(before if results else (), results), dataclasses.replace(flat, equations=rest)
+    return moved
 
 
 def _is_local(equation: Equation) -> bool:

@@ -114,7 +114,7 @@ class ScoreElements(Elements):
         return wanted
 
     def _places(self, equation: Equation, places: Places) -> list[Places]:
-        """Where an equation reads its inputs for its output to be at `places`."""
+        """The places at which an equation reads its inputs for its output to be at `places`."""
         shapes = [self.flat.aval(x).shape for x in equation.inputs]
         if rule := _RULES.get(equation.name):
             return rule(equation, shapes, self.flat.avals[equation.outputs[0]].shape, places)

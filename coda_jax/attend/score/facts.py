@@ -1,4 +1,4 @@
-"""What holds of a pair whose score hides nothing: there a choice by such a condition is decided."""
+"""The conditions that hold of a pair whose key is not hidden: choices by them are decided there."""
 
 from __future__ import annotations
 

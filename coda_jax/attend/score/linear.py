@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coda_jax.epilogue.elements import Elements
@@ -30,42 +32,58 @@ def factors(elements: Elements, tangent: int) -> dict[int, int]:
 def _terms(elements: Elements, number: int, given: list[_Terms | None]) -> _Terms:
     """The terms of a node, from those of its inputs; None is an input without tangents."""
     node = elements.nodes[number]
-    op, inputs, dtype = node.op, node.inputs, node.dtype
+    inputs, dtype, first = node.inputs, node.dtype, given[0] or {}
+    match node.op:
+        case "add" | "add_any" | "sub":
+            _check_zeros(elements, inputs, given)
+            sign = _negated if node.op == "sub" else _same
+            return _added(elements, first, {i: sign(elements, x) for i, x in (given[1] or {}).items()}, dtype)
+        case "neg":
+            return {index: _negated(elements, factor) for index, factor in first.items()}
+        case "mul" if None in given:
+            factor = inputs[given.index(None)]
+            return {index: _product(elements, one, factor, dtype) for index, one in (first or given[1] or {}).items()}
+        case "div" if given[1] is None:
+            return {index: _quotient(elements, one, inputs[1], dtype) for index, one in first.items()}
+        case "convert_element_type":
+            return {index: elements.convert(one, dtype) for index, one in first.items()}
+        case "select_n" if given[0] is None:
+            _check_zeros(elements, inputs[1:], given[1:])
+            return _chosen(elements, inputs[0], [terms or {} for terms in given[1:]], dtype)
+    raise NotElementwise(f"has a derivative by '{node.op}'")
 
-    def added(first: int, second: int) -> int:
-        if _is_zero(elements, first) or _is_zero(elements, second):
-            return second if _is_zero(elements, first) else first
-        one = elements.nodes[second]
-        if one.op == "mul" and first in one.inputs:  # a + a b, as rules have it for a function's derivative
-            other = one.inputs[one.inputs[0] == first]
-            return _product(elements, first, elements.node("add", (elements.literal(1, dtype), other), dtype), dtype)
-        return elements.node("add", (first, second), dtype)
 
-    if op in ("add", "add_any", "sub"):
-        if any(terms is None and not _is_zero(elements, i) for terms, i in zip(given, inputs, strict=True)):
-            raise NotElementwise("adds to a tangent what is none")
-        total = dict(given[0] or {})
-        for index, factor in (given[1] or {}).items():
-            factor = _negated(elements, factor) if op == "sub" else factor
-            total[index] = added(total[index], factor) if index in total else factor
-        return total
-    if op == "neg":
-        return {index: _negated(elements, factor) for index, factor in (given[0] or {}).items()}
-    if op == "mul" and (given[0] is None) != (given[1] is None):
-        of_tangent, factor = (given[0], inputs[1]) if given[0] is not None else (given[1], inputs[0])
-        return {index: _product(elements, one, factor, dtype) for index, one in (of_tangent or {}).items()}
-    if op == "div" and given[0] is not None and given[1] is None:
-        return {index: _quotient(elements, one, inputs[1], dtype) for index, one in given[0].items()}
-    if op == "convert_element_type" and given[0] is not None:
-        return {index: elements.convert(one, dtype) for index, one in given[0].items()}
-    if op == "select_n" and given[0] is None:
-        zero, cases = elements.literal(0, dtype), given[1:]
-        indices = dict.fromkeys(index for terms in cases for index in terms or {})
-        if any(terms is None and not _is_zero(elements, i) for terms, i in zip(cases, inputs[1:], strict=True)):
-            raise NotElementwise("chooses between a tangent and what is none")
-        chosen = {index: tuple((terms or {}).get(index, zero) for terms in cases) for index in indices}
-        return {index: elements.node(op, (inputs[0], *each), dtype) for index, each in chosen.items()}
-    raise NotElementwise(f"has a derivative by '{op}'")
+def _check_zeros(elements: Elements, inputs: Sequence[int], given: Sequence[_Terms | None]) -> None:
+    if any(terms is None and not _is_zero(elements, i) for terms, i in zip(given, inputs, strict=True)):
+        raise NotElementwise("adds to a tangent, or chooses beside one, what is none")
+
+
+def _added(elements: Elements, first: _Terms, second: _Terms, dtype: str) -> _Terms:
+    total = dict(first)
+    for index, factor in second.items():
+        total[index] = _sum(elements, total[index], factor, dtype) if index in total else factor
+    return total
+
+
+def _chosen(elements: Elements, condition: int, cases: Sequence[_Terms], dtype: str) -> _Terms:
+    zero = elements.literal(0, dtype)
+    indices = dict.fromkeys(index for terms in cases for index in terms)
+    chosen = {index: tuple(terms.get(index, zero) for terms in cases) for index in indices}
+    return {index: elements.node("select_n", (condition, *each), dtype) for index, each in chosen.items()}
+
+
+def _sum(elements: Elements, a: int, b: int, dtype: str) -> int:
+    if _is_zero(elements, a) or _is_zero(elements, b):
+        return b if _is_zero(elements, a) else a
+    node = elements.nodes[b]
+    if node.op == "mul" and a in node.inputs:  # a + a c, as rules have it for a function's derivative
+        other = node.inputs[node.inputs[0] == a]
+        return _product(elements, a, elements.node("add", (elements.literal(1, dtype), other), dtype), dtype)
+    return elements.node("add", (a, b), dtype)
+
+
+def _same(elements: Elements, factor: int) -> int:
+    return factor
 
 
 def _is_zero(elements: Elements, number: int) -> bool:
