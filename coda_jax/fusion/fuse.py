@@ -238,6 +238,7 @@ def fuse(
     exact: bool = False,
     defer_norms: bool | None = None,
     chunk_losses: bool = True,
+    attention: bool = True,
     memory: str | None = "same",
     check: bool = False,
     implementation: str = "auto",
@@ -269,6 +270,8 @@ def fuse(
       defer_norms: apply an RMSNorm that products alone read behind them. None: where that moves fewer bytes, which
         takes about as many rows as the products have columns together, counted over all devices.
       chunk_losses: compute a loss over a vocabulary in chunks, by `coda.linear_cross_entropy` or `coda.token_logprobs`.
+      attention: compute softmax(q k^T) v by `coda.attention`, however it is written, where nothing else reads its
+        probabilities.
       memory: "same": a piece whose backward pass would keep more bytes than JAX's own is left alone. None: it is fused.
       check: compute f and its gradient as JAX does too, and in float32 if f computes in 16 bits, in each call. Raise
         where an array is farther from the float32 run than f's own roundings explain: than three times f's own distance
@@ -290,6 +293,7 @@ def fuse(
             exact=exact,
             defer_norms=defer_norms,
             chunk_losses=chunk_losses,
+            attention=attention,
             memory=memory,
             check=check,
             implementation=implementation,
@@ -301,7 +305,7 @@ def fuse(
         raise ValueError(f"fuse: memory = {memory!r}; it must be 'same' or None")
     if defer_norms not in (True, False, None):
         raise ValueError(f"fuse: defer_norms = {defer_norms!r}; it must be True, False or None")
-    options = Options(bool(exact), defer_norms, bool(chunk_losses), memory, implementation)
+    options = Options(bool(exact), defer_norms, bool(chunk_losses), bool(attention), memory, implementation)
     return Fused(f, options, is_checked=bool(check))
 
 

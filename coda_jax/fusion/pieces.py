@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
+from coda_jax.fusion.attention.rule import Attentions, with_attention
 from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
 from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax, surely_kept_by_jax
@@ -48,6 +49,7 @@ class Options:
       is_exact: whether values are rounded where the function rounds them; then norms and losses stay as they are.
       defer_norms: whether products read norms deferred; None: each norm where that saves bytes.
       chunk_losses: whether losses over a vocabulary become operators.
+      attention: whether attention becomes `coda.attention`.
       memory: "same" where a backward pass may keep no more than JAX's own; None for whatever is fastest.
       implementation: as in `gemm`.
     """
@@ -55,6 +57,7 @@ class Options:
     is_exact: bool = False
     defer_norms: bool | None = None
     chunk_losses: bool = True
+    attention: bool = True
     memory: str | None = "same"
     implementation: str = "auto"
 
@@ -83,6 +86,7 @@ class Piece:
       jaxpr: its equations.
       nested: runs those that hold jaxprs of their own, which are pieces too.
       losses: those over a vocabulary.
+      attentions: its attention.
       in_rule: whether it is a function of a custom_vjp, which nobody differentiates.
     """
 
@@ -92,12 +96,18 @@ class Piece:
     jaxpr: core.ClosedJaxpr
     nested: Nested
     losses: Losses
+    attentions: Attentions = Attentions()
     in_rule: bool = False
 
     @property
+    def taken(self) -> list[tuple[Equation, str]]:
+        """The products that became part of an operator, and the operators."""
+        return [*self.attentions.taken, *self.losses.taken]
+
+    @property
     def stays(self) -> bool:
-        """Whether nothing of it is fused: it is no graph, and losses have not taken all of its products."""
-        return self.lifted is None and not (self.losses.taken and not dots_in(self.jaxpr.jaxpr))
+        """Whether nothing of it is fused: it is no graph, and operators have not taken all of its products."""
+        return self.lifted is None and not (self.taken and not dots_in(self.jaxpr.jaxpr))
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         if self.lifted is None:
@@ -138,30 +148,50 @@ class Pieces:
         def function(*arrays: Any) -> Sequence[Any]:
             key = jax.sharding.get_abstract_mesh(), tuple(map(signature, arrays))
             if key not in known:
-                known[key] = self._function_at(whole, name, arrays, remats, kind)
+                known[key] = self._function_at(whole, closed.consts, name, arrays, remats, kind)
             return known[key](*arrays)
 
         return function
 
     def _function_at(
-        self, whole: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
+        self,
+        whole: core.ClosedJaxpr,
+        constants: Sequence[Any],
+        name: str,
+        arrays: Sequence[Any],
+        remats: Sequence[Remat],
+        kind: str,
     ) -> Function:
-        """The function for arrays of these types; where it stays as it is, fused functions in it are fused alone."""
+        """The function for arrays of these types; where it stays as it is, fused functions in it are fused alone.
+
+        The first of its arguments are constants.
+        """
         if kind == "outer" and is_jitted(whole.jaxpr):  # it stays one program where it is called outside of another one
-            return self._opened_at(whole, name, arrays, remats, kind)
+            return self._opened_at(whole, constants, name, arrays, remats, kind)
         before = len(self.made)
-        function = self._opened_at(straight(whole, arrays), name, arrays, remats, kind)
+        function = self._opened_at(straight(whole, arrays), constants, name, arrays, remats, kind)
         if any(piece.stays for piece in self.made[before:]):
             flat = straight(whole, arrays, opens_inner=False)
             if any(map(is_inner, flat.jaxpr.eqns)):
                 del self.made[before:]
-                return self._opened_at(flat, name, arrays, remats, kind)
+                return self._opened_at(flat, constants, name, arrays, remats, kind)
         return function
 
     def _opened_at(
-        self, flat: core.ClosedJaxpr, name: str, arrays: Sequence[Any], remats: Sequence[Remat], kind: str
+        self,
+        flat: core.ClosedJaxpr,
+        constants: Sequence[Any],
+        name: str,
+        arrays: Sequence[Any],
+        remats: Sequence[Remat],
+        kind: str,
     ) -> Function:
-        """The function of a straight jaxpr."""
+        """The function of a straight jaxpr, the first of whose arguments are constants."""
+        attentions = Attentions()
+        if self.options.attention and not self.options.is_exact:
+            known = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+            known |= dict(zip(flat.jaxpr.invars, constants, strict=False))
+            flat, attentions = with_attention(flat, known, implementation=self.options.implementation)
         flat = with_rows_first(flat)
         losses = Losses(with_factors_behind(with_rows_in_front(flat, LEAST_VOCABULARY), LEAST_VOCABULARY))
         if self.options.chunk_losses and not self.options.is_exact:
@@ -175,7 +205,7 @@ class Pieces:
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
             flat, arrays = without_constants(flat), [*consts, *arrays]
-        function = self._straight_function(flat, name, arrays, losses, remats, kind)
+        function = self._straight_function(flat, name, arrays, losses, attentions, remats, kind)
         return functools.partial(function, *consts) if consts else function
 
     def _straight_function(
@@ -184,6 +214,7 @@ class Pieces:
         name: str,
         arrays: Sequence[Any],
         losses: Losses,
+        attentions: Attentions,
         remats: Sequence[Remat],
         kind: str,
     ) -> Function:
@@ -192,7 +223,7 @@ class Pieces:
         found, reason = None, _reason_to_stay(flat.jaxpr, arrays)
         if not reason:
             found, reason = self._lifted(flat, name, arrays, remats, kind)
-        piece = Piece(name, found, reason, flat, self.nested(remats, kind), losses, kind == "rule")
+        piece = Piece(name, found, reason, flat, self.nested(remats, kind), losses, attentions, kind == "rule")
         self.made.append(piece)
         return piece
 

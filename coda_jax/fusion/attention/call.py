@@ -1,0 +1,126 @@
+"""The call of `coda.attention` that a site becomes.
+
+Where a row sees no key, `coda.attention` has 0. The original has NaN where its masks put -inf in the place of scores,
+the mean of all values where they put one finite number there, and 0 where probabilities are set to 0. So behind it
+stands what the original has, where it is not known that each row sees a key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coda_jax.attend.attention import attention
+from coda_jax.fusion.attention.axes import Unlike, size_of
+from coda_jax.fusion.attention.layout import Layout, layout_of
+from coda_jax.fusion.attention.masks import MEAN, NAN, Masks, masks_of
+from coda_jax.fusion.attention.meanings import Site
+from coda_jax.fusion.attention.terms import Terms, terms_of
+from coda_jax.fusion.attention.trees import Node, Trees, merged, value_of
+from coda_jax.fusion.dots import Equation, _is_precise
+from coda_jax.graph.values import is_float
+from coda_jax.primitives.mesh_types import explicit_cuts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A site as a call of `coda.attention`.
+
+    Attributes:
+      site: what it replaces.
+      layout: of its arrays.
+      terms: of its scores.
+      masks: as arguments.
+      implementation: of `coda.attention`.
+    """
+
+    site: Site
+    layout: Layout
+    terms: Terms
+    masks: Masks
+    implementation: str | None
+
+    @property
+    def products(self) -> list[Equation]:
+        """The products that it makes."""
+        return [self.site.product, self.site.values]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The variables that it reads, each once."""
+        nodes = [node for node, _ in (*self.terms.row_factors, *self.terms.result_factors, *self.masks.biases)]
+        nodes += [node for node, _ in (*self.masks.rows, *self.masks.keys, *self.masks.dense)]
+        nodes += [node for x in self.masks.bounds for option in x.options for _, node in option.terms.values()]
+        nodes += self.masks.ids or ()
+        arrays = (self.layout.q.var, self.layout.k.var, self.layout.v.var)
+        return list(dict.fromkeys([*arrays, *(leaf.var for node in nodes for leaf in node.leaves)]))
+
+    def result(self, values: Mapping[Any, Any]) -> jax.Array:
+        """The site's result, from the values of `arguments`."""
+        layout, terms = self.layout, self.terms
+        q, k, v = layout.arrays(values)
+        for node, divides in terms.row_factors:
+            factor = self._of_rows(node, values)
+            wide = q.astype(factor.dtype)
+            q = (wide / factor if divides else wide * factor).astype(q.dtype)
+        options = {"scale": terms.scale, "implementation": self.implementation, **self.masks.arguments(values)}
+        if self.masks.empty in (NAN, MEAN):
+            y, lse = attention(q, k, v, return_residual=True, **options)
+            y = _with_empty_rows(y, lse == -jnp.inf, v, self.masks.empty)
+        else:
+            y = attention(q, k, v, **options)
+        for node, divides in terms.result_factors:
+            factor = self._of_rows(node, values)
+            wide = y.astype(factor.dtype)
+            y = (wide / factor if divides else wide * factor).astype(y.dtype)
+        (out,) = self.site.equation.outvars
+        return layout.result(y, self.site.labels, out.aval.shape).astype(out.aval.dtype)
+
+    def _of_rows(self, node: Node, values: Mapping[Any, Any]) -> jax.Array:
+        """A factor of rows and heads, (B, T, N, 1) or with axes of one element, in float32."""
+        layout = self.layout
+        groups = [layout.batch, layout.rows, (*layout.heads, *layout.groups)]
+        x = merged(value_of(node, values, [atom for group in groups for atom in group]), groups)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))[..., None]
+
+
+def _with_empty_rows(y: jax.Array, is_empty: jax.Array, v: jax.Array, kind: str) -> jax.Array:
+    """y (B, T, N, Hv) with the original's value where a row sees nothing.
+
+    Args:
+      y: the result.
+      is_empty: (B, T, N), where a row sees nothing.
+      v: (B, S, K, Hv).
+      kind: "mean" of v, or "nan". Then the gradient of all values is NaN too, where there is such a row.
+    """
+    heads, kv_heads = y.shape[2], v.shape[2]
+    mean = jnp.mean(v.astype(jnp.promote_types(v.dtype, jnp.float32)), axis=1, keepdims=True)  # (B, 1, K, Hv)
+    mean = jnp.repeat(mean, heads // kv_heads, axis=2)
+    if kind == NAN:
+        mean = mean * jnp.where(jnp.any(is_empty, axis=1, keepdims=True), jnp.nan, 1.0)[..., None]
+    return jnp.where(is_empty[..., None], mean.astype(y.dtype), y)
+
+
+def call_of(site: Site, trees: Trees, implementation: str | None) -> Call:
+    """The call that a site becomes.
+
+    Raises:
+      Unlike: it becomes none.
+    """
+    precision = site.product.params.get("precision"), site.values.params.get("precision")
+    terms = terms_of(site, trees)
+    dependent = frozenset(atom for mask in terms.masks for atom in mask.condition.atoms())
+    layout = layout_of(site, trees.makers, dependent)
+    if layout.dtype == jnp.float32 and any(map(_is_precise, precision)):
+        raise Unlike("it asks for a precision that attention does not have")
+    if not is_float(site.result.aval.dtype):
+        raise Unlike(f"its result is {site.result.aval.dtype}")
+    if any(any(explicit_cuts(x.var.aval)) for x in (layout.q, layout.k, layout.v)):
+        raise Unlike("its arrays are sharded over explicit axes of a mesh")
+    if not size_of(layout.width):
+        raise Unlike("its heads have no columns")
+    return Call(site, layout, terms, masks_of(terms, layout, trees), implementation)

@@ -1,0 +1,178 @@
+"""Attention in a straight jaxpr: its sites are found, and become calls of `coda.attention`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from coda_jax.fusion.attention.axes import Unlike
+from coda_jax.fusion.attention.call import Call, call_of
+from coda_jax.fusion.attention.gradient import Equations, Gradients, gradients_of
+from coda_jax.fusion.attention.meanings import Search, Site
+from coda_jax.fusion.attention.trees import Trees
+from coda_jax.fusion.dots import Equation, dots_in, variables
+from coda_jax.fusion.makers import Makers
+from coda_jax.fusion.straight import applied, at_line, line_of
+from coda_jax.jaxprs.evaluate import read
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attentions:
+    """The attention in a piece.
+
+    Attributes:
+      taken: the products that it lacks, each with the operator that it is part of.
+      left: products of scores that stay, and why.
+    """
+
+    taken: Sequence[tuple[Equation, str]] = ()
+    left: Sequence[tuple[Equation, str]] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Replaced:
+    """A site that is replaced, with its gradients where the jaxpr has these too."""
+
+    call: Call
+    gradients: Gradients | None = None
+
+    @property
+    def products(self) -> list[Equation]:
+        """The products that it makes."""
+        return [*self.call.products, *(() if self.gradients is None else self.gradients.products)]
+
+    @property
+    def results(self) -> list[Any]:
+        """The variables that it makes."""
+        return [self.call.site.result, *(() if self.gradients is None else self.gradients.variables)]
+
+
+def with_attention(
+    closed: core.ClosedJaxpr, constants: Mapping[Any, Any], *, implementation: str
+) -> tuple[core.ClosedJaxpr, Attentions]:
+    """A straight jaxpr in which attention is a call of `coda.attention`, where nothing else reads its probabilities.
+
+    Args:
+      closed: a straight jaxpr.
+      constants: the values of those of its variables that are known.
+      implementation: as in `gemm`.
+    """
+    if not any(e.primitive.name == "exp" for e in closed.jaxpr.eqns):
+        return closed, Attentions()
+    makers = Makers(closed.jaxpr)
+    sites = _Sites(makers, Trees(makers, constants), None if implementation == "auto" else implementation)
+    found, left = list[_Replaced](), list[tuple[Equation, str]]()
+    for product in dots_in(closed.jaxpr).values():
+        if not _may_be_scores(product) or any(product is x for one in found for x in one.products):
+            continue
+        search = Search(makers, product)
+        reason = search.reason if search.has_softmax else ""
+        for site in search.sites:
+            try:
+                one = sites.replaced(site)
+            except Unlike as why:
+                reason = str(why)
+                continue
+            found.append(one)
+            reason = ""
+        if reason:
+            left.append((product, reason))
+    if not found:
+        return closed, Attentions((), left)
+    taken = [(product, "attention") for one in found for product in one.products]
+    return _without(closed, found), Attentions(taken, left)
+
+
+def _may_be_scores(product: Equation) -> bool:
+    """True for a product of two arrays of known sizes."""
+    if any(isinstance(x, core.Literal) for x in product.invars) or product.invars[0] is product.outvars[0]:
+        return False
+    sizes = [size for x in (*product.invars, *product.outvars) for size in x.aval.shape]
+    return all(isinstance(size, int) and size > 0 for size in sizes)
+
+
+class _Sites:
+    """Replaces the sites of a jaxpr."""
+
+    def __init__(self, makers: Makers, trees: Trees, implementation: str | None):
+        self._makers, self._trees, self._implementation = makers, trees, implementation
+
+    @functools.cached_property
+    def _equations(self) -> Equations:
+        return Equations(self._makers)
+
+    def replaced(self, site: Site) -> _Replaced:
+        """A site that may be replaced: with its gradients, where its probabilities are read by these alone.
+
+        Raises:
+          Unlike: something else reads its scores or probabilities.
+        """
+        call = call_of(site, self._trees, self._implementation)
+        if (reader := _reader(_Replaced(call), self._makers)) is None:
+            return _Replaced(call)
+        gradients = gradients_of(call, self._equations)
+        if gradients is not None:
+            replaced = _Replaced(call, gradients)
+            if _reader(replaced, self._makers) is None:
+                return replaced
+        if isinstance(reader, str):
+            raise Unlike(reader)
+        raise Unlike(f"{reader.primitive.name} reads its scores or probabilities too: {line_of(reader)}")
+
+
+def _reader(one: _Replaced, makers: Makers) -> Equation | str | None:
+    """What needs the products of a site beside it: an equation, or a reason; None if nothing does."""
+    needed = makers.needed(one.results, one.call.arguments)
+    if not any(id(product) in needed for product in one.products):
+        return None
+    meant, own = one.call.site.meant, one.call.site
+    if any(x in meant for x in variables(makers.jaxpr.outvars)):
+        return "its scores or probabilities are a result"
+    for equation in makers.equations:
+        reads = id(equation) in needed and any(x in meant for x in variables(equation.invars))
+        if reads and not any(x in meant for x in equation.outvars) and equation is not own.equation:
+            return equation
+    return "its scores are read elsewhere"
+
+
+def _without(closed: core.ClosedJaxpr, found: Sequence[_Replaced]) -> core.ClosedJaxpr:
+    """The jaxpr with calls in the place of sites, and without equations whose results nobody reads."""
+    calls = {one.call.site.result: one for one in found}
+    with_gradients = {x: one for one in found if one.gradients is not None for x in one.gradients.variables}
+
+    def function(*arrays: Any) -> list[Any]:
+        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
+        pullbacks: dict[int, Any] = {}
+        for equation in closed.jaxpr.eqns:
+            outs = equation.outvars
+            first = outs[0] if outs else None
+            if first in calls:
+                one = calls[first]
+                values[first] = at_line(one.call.site.product, _evaluated, one, values, pullbacks)
+            elif first in with_gradients:
+                one = with_gradients[first]
+                if id(one) in pullbacks:
+                    assert one.gradients is not None
+                    at_line(equation, one.gradients.add, values, pullbacks.pop(id(one)))
+            elif not all(x in values for x in outs):
+                inputs = [read(values, x) for x in equation.invars]
+                values.update(zip(outs, applied(equation, inputs), strict=True))
+        return [read(values, x) for x in closed.jaxpr.outvars]
+
+    whole = jax.make_jaxpr(function)(*closed.in_avals)
+    needed, _ = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals), instantiate=True)
+    return core.ClosedJaxpr(needed, whole.consts)
+
+
+def _evaluated(one: _Replaced, values: dict[Any, Any], pullbacks: dict[int, Any]) -> jax.Array:
+    """The result of a call; its pullback is kept where the jaxpr has its gradients."""
+    if one.gradients is None:
+        return one.call.result(values)
+    result, pullbacks[id(one)] = one.gradients.forward(values)
+    return result

@@ -1,0 +1,298 @@
+"""Operands that depend on no score, as expressions over the axes of the scores that they meet.
+
+Broadcasts, reshapes, transposes, casts and elementwise operations are followed backward, under the labels of the axes;
+iotas become positions. What is left are leaves: variables whose axes have labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from coda_jax.fusion.attention.axes import VIEWS, Atom, Label, Labels, Unlike, atoms_of, labels_of, moved_back, whole
+from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.makers import Makers
+from coda_jax.fusion.straight import applied
+from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.evaluate import read
+
+SAME = PVARY | {"copy", "name", "sharding_constraint", "optimization_barrier"}  # the identity, to a value
+LOCAL = ELEMENTWISE | {
+    *["select_n", "clamp", "square", "is_finite", "not", "and", "or", "xor", "rem", "sign", "floor", "ceil", "round"],
+    *["eq", "ne", "lt", "le", "gt", "ge", "integer_pow", "pow", "exp2", "abs", "min", "max", "neg", "sub", "add"],
+    *["mul", "div", "exp", "log", "tanh", "sqrt", "rsqrt", "shift_left", "shift_right_logical"],
+}
+_OF_CONDITIONS = {  # operations of `logic`, which no equation has
+    "and": jnp.logical_and,
+    "or": jnp.logical_or,
+    "not": jnp.logical_not,
+    "nonzero": lambda x: x != 0,
+}
+_MOST_KNOWN = 1 << 26  # elements of a constant array whose values are looked at
+_MOST_EQUATIONS = 64  # that a constant is computed by
+_MOST_DEPTH = 48  # of an expression; what is deeper is a leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An expression.
+
+    Attributes:
+      op: "score" for the product itself, "operand" for what is not yet looked into, "leaf", "iota", "constant", or the
+        name of an elementwise primitive.
+      args: of a primitive.
+      equation: that of a primitive.
+      var: of an operand or a leaf; the number that a constant is; the dtype of an iota.
+      labels: of the axes of an operand or a leaf; that of the axis which an iota counts.
+    """
+
+    op: str
+    args: tuple[Node, ...] = ()
+    equation: Equation = None
+    var: Any = None
+    labels: Labels = ()
+
+    def walk(self) -> Iterator[Node]:
+        """All nodes, each once."""
+        seen, open_ = set[int](), [self]
+        while open_:
+            node = open_.pop()
+            if id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                open_ += node.args
+
+    def atoms(self) -> frozenset[Atom]:
+        """The atoms that the expression depends on, beside those of the scores."""
+        return frozenset(atom for node in self.walk() for atom in atoms_of(node.labels))
+
+    @property
+    def has_score(self) -> bool:
+        return any(node.op == "score" for node in self.walk())
+
+    @property
+    def leaves(self) -> list[Node]:
+        return [node for node in self.walk() if node.op == "leaf"]
+
+
+class Trees:
+    """Makes expressions of variables.
+
+    Args:
+      makers: of the jaxpr.
+      constants: the values of those of its variables that are known.
+    """
+
+    def __init__(self, makers: Makers, constants: Mapping[Any, Any]):
+        self.makers, self._constants = makers, constants
+        self._known: dict[Any, np.ndarray | None] = {}
+        self._nodes: dict[Any, Node] = {}
+
+    def expanded(self, node: Node) -> Node:
+        """An expression whose operands are expressions too.
+
+        Raises:
+          Unlike: an operand has an axis that the scores have not.
+        """
+        made: dict[int, Node] = {}
+
+        def of(one: Node) -> Node:
+            if id(one) not in made:
+                if one.op == "operand":
+                    made[id(one)] = self.node(one.var, one.labels)
+                else:
+                    args = tuple(map(of, one.args))
+                    is_same = all(x is y for x, y in zip(args, one.args, strict=True))
+                    made[id(one)] = one if is_same else dataclasses.replace(one, args=args)
+            return made[id(one)]
+
+        return of(node)
+
+    def node(self, x: Any, labels: Sequence[Label], depth: int = 0) -> Node:
+        """The expression that a variable or a literal is; raises as `expanded` does."""
+        labels = labels_of(labels)
+        if isinstance(x, core.Literal):
+            return Node("constant", var=np.asarray(x.val, x.aval.dtype))
+        key = x, labels
+        if key not in self._nodes:
+            self._nodes[key] = self._made(x, labels, depth)
+        return self._nodes[key]
+
+    def _made(self, x: Any, labels: Labels, depth: int) -> Node:
+        known = self.known(x) if not x.aval.shape else None
+        if known is not None:
+            return Node("constant", var=known)
+        equation = self.makers.maker(x)
+        if equation is None or depth > _MOST_DEPTH:
+            return _leaf(x, labels)
+        name, shape = equation.primitive.name, x.aval.shape
+        if name in LOCAL or name in SAME:
+            args = (self.node(y, beside(y, labels, shape), depth + 1) for y in equation.invars)
+            return Node(name, tuple(args), equation)
+        if name in VIEWS and len(equation.invars) == 1:
+            source = equation.invars[0]
+            if isinstance(source, core.Literal):
+                return self.node(source, ())
+            try:
+                return self.node(source, moved_back(equation, labels), depth + 1)
+            except Unlike:
+                return _leaf(x, labels)
+        if name == "iota":
+            return Node("iota", var=x.aval.dtype, labels=(labels[equation.params["dimension"]],))
+        return _leaf(x, labels)
+
+    def known(self, x: Any) -> np.ndarray | None:
+        """The value of a variable that is computed of constants alone; None of another."""
+        if x not in self._known:
+            is_constant = x in self._constants
+            self._known[x] = _as_numpy(self._constants[x]) if is_constant else self._evaluated(x)
+        return self._known[x]
+
+    def _evaluated(self, x: Any) -> np.ndarray | None:
+        needed, open_ = dict[int, Equation](), [x]
+        while open_:
+            one = open_.pop()
+            if self._known.get(one) is not None or (one in self._constants and self.known(one) is not None):
+                continue
+            equation = self.makers.maker(one)
+            if equation is None or equation.effects or len(needed) > _MOST_EQUATIONS or not _is_small(equation):
+                return None
+            needed[self.makers.number(equation)] = equation
+            open_ += variables(equation.invars)
+        values = {y: value for y, value in self._known.items() if value is not None}
+        with jax.ensure_compile_time_eval():
+            for number in sorted(needed):
+                equation = needed[number]
+                outputs = applied(equation, [read(values, y) for y in equation.invars])
+                values.update(zip(equation.outvars, outputs, strict=True))
+            return np.asarray(values[x])
+
+
+def _is_small(equation: Equation) -> bool:
+    """True for an equation with small results, which may be computed while a function is traced."""
+    if any(equation.primitive.name.startswith(name) for name in ("random", "threefry", "jit", "pjit", "dot_general")):
+        return False
+    return all(isinstance(x.aval.size, int) and x.aval.size <= _MOST_KNOWN for x in equation.outvars)
+
+
+def _as_numpy(value: Any) -> np.ndarray | None:
+    """A constant as an array of numpy's; None of a traced or of a large one."""
+    if isinstance(value, jax.core.Tracer) or np.size(value) > _MOST_KNOWN or not hasattr(value, "dtype"):
+        return None
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    return np.asarray(value)
+
+
+def _leaf(x: Any, labels: Labels) -> Node:
+    for label, size in zip(labels, x.aval.shape, strict=True):
+        if not label and size > 1:
+            raise Unlike("an operand has an axis that the scores have not")
+    return Node("leaf", var=x, labels=labels)
+
+
+def beside(x: Any, labels: Sequence[Label], shape: Sequence[Any]) -> Labels:
+    """The labels of an operand of an elementwise equation, from those of its result."""
+    if isinstance(x, core.Literal) or not x.aval.shape:
+        return ()
+    return tuple(
+        label if size == whole_size else ()
+        for label, size, whole_size in zip(labels, x.aval.shape, shape, strict=True)
+    )
+
+
+def constant_of(node: Node) -> float | None:
+    """The number that an expression of constants is; None of another."""
+    if not all(one.op == "constant" or one.args for one in node.walk()):
+        return None
+    if any(one.op == "constant" and np.ndim(one.var) for one in node.walk()):
+        return None
+    with jax.ensure_compile_time_eval():
+        return float(value_of(node, {}, ()))
+
+
+def value_of(node: Node, values: Mapping[Any, Any], order: Sequence[Atom]) -> Any:
+    """The value of an expression, with an axis for each atom of `order`, of one element where it does not depend on it.
+
+    Args:
+      node: an expression without scores.
+      values: of the leaves' variables.
+      order: all atoms that it depends on, and others.
+    """
+    made: dict[int, Any] = {}
+
+    def of(one: Node) -> Any:
+        if id(one) not in made:
+            made[id(one)] = _value(one, [of(x) for x in one.args], values, order)
+        return made[id(one)]
+
+    return of(node)
+
+
+def _value(node: Node, args: Sequence[Any], values: Mapping[Any, Any], order: Sequence[Atom]) -> Any:
+    if node.op == "constant":
+        return jnp.asarray(node.var).reshape((1,) * len(order))
+    if node.op == "leaf":
+        return spread(values[node.var], node.labels, order)
+    if node.op == "iota":
+        return positions(node.labels[0], order).astype(node.var)
+    if node.op in SAME:
+        return args[0]
+    if node.equation is None:
+        return _OF_CONDITIONS[node.op](*args)
+    shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    params = node.equation.params
+    if node.op == "convert_element_type" and params.get("sharding") is not None:
+        params = params | {"sharding": None}
+    (result,) = bind(node.equation.primitive, [jnp.broadcast_to(x, shape) for x in args], params)
+    return result
+
+
+def positions(label: Label, order: Sequence[Atom]) -> jax.Array:
+    """The positions along an axis with this label, int32, with an axis for each atom of `order`."""
+    total, stride = jnp.zeros((1,) * len(order), jnp.int32), 1
+    for atom in reversed(whole(label)):
+        shape = [atom.size if other is atom else 1 for other in order]
+        total = total + stride * lax.broadcasted_iota(jnp.int32, shape, list(order).index(atom))
+        stride *= atom.size
+    return total
+
+
+def spread(x: jax.Array, labels: Sequence[Label], order: Sequence[Atom]) -> jax.Array:
+    """An array with an axis for each atom of `order`, in their order, of one element where it has none."""
+    labels = labels_of(labels)
+    sizes = [atom.size for label in labels for atom in label]
+    split = x if tuple(sizes) == x.shape else x.reshape(sizes)
+    own = [atom for label in labels for atom in label]
+    wanted = [atom for atom in order if atom in own]
+    axes = [own.index(atom) for atom in wanted]
+    moved = split if axes == list(range(len(axes))) else split.transpose(axes)
+    shape = [atom.size if atom in own else 1 for atom in order]
+    return moved if tuple(shape) == moved.shape else moved.reshape(shape)
+
+
+def merged(x: jax.Array, groups: Iterable[Sequence[Atom]]) -> jax.Array:
+    """An array with an axis for each atom of the groups, with one axis for each group.
+
+    An axis has one element where the array has one along all atoms of the group; else it is whole.
+    """
+    groups = [list(group) for group in groups]
+    shape, new_shape, start = list[int](), list[int](), 0
+    for group in groups:
+        own = x.shape[start : start + len(group)]
+        is_one = all(size == 1 for size in own)
+        shape += [1] * len(group) if is_one else [atom.size for atom in group]
+        new_shape.append(1 if is_one else int(np.prod([atom.size for atom in group])))
+        start += len(group)
+    x = x if tuple(shape) == x.shape else jnp.broadcast_to(x, shape)
+    return x if tuple(new_shape) == x.shape else x.reshape(new_shape)
