@@ -87,7 +87,7 @@ def dot_of(equation: Equation, *, is_swapped: bool = False) -> Dot | str:
         return f"its factors are {a.aval.dtype} and {b.aval.dtype}"
     if equation.outvars[0].aval.dtype.name not in FLOATS:
         return f"its result is {equation.outvars[0].aval.dtype}"
-    if _is_precise(equation.params.get("precision")) and a.aval.dtype == np.dtype(FLOAT32):
+    if is_precise(equation.params.get("precision")) and a.aval.dtype == np.dtype(FLOAT32):
         return f"it asks for precision {equation.params['precision']}"
     (sums_a, sums_b), (batch, _) = equation.params["dimension_numbers"]
     if batch:
@@ -150,7 +150,8 @@ def _last(rank: int, count: int) -> list[int]:
     return list(range(rank - count, rank))
 
 
-def _is_precise(precision: Any) -> bool:
+def is_precise(precision: Any) -> bool:
+    """True for a precision of products in float32 beyond the default."""
     names = {str(getattr(x, "name", x)) for x in (precision if isinstance(precision, tuple) else (precision,))}
     return any(name.startswith(_PRECISE) for name in names)
 

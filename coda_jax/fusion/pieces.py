@@ -96,7 +96,7 @@ class Piece:
     jaxpr: core.ClosedJaxpr
     nested: Nested
     losses: Losses
-    attentions: Attentions = Attentions()
+    attentions: Attentions
     in_rule: bool = False
 
     @property

@@ -169,7 +169,7 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 
 def _is_derivative(piece: Piece) -> bool:
-    return is_derivative(piece.jaxpr.jaxpr, [equation for equation, _ in piece.losses.taken])
+    return is_derivative(piece.jaxpr.jaxpr, [equation for equation, _ in piece.taken])
 
 
 def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -194,10 +194,15 @@ def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., An
 
 
 def _products(piece: Piece) -> list[FusedProduct]:
-    found = [FusedProduct(piece.name, _line(x), _types(x), (operator,), "") for x, operator in piece.losses.taken]
+    found = [FusedProduct(piece.name, _line(x), _types(x), (operator,), "") for x, operator in piece.taken]
+    scores = {(_line(x), _types(x)): reason for x, reason in piece.attentions.left}
+
+    def left(equation: core.JaxprEqn, reason: str) -> FusedProduct:
+        line, types = _line(equation), _types(equation)
+        return FusedProduct(piece.name, line, types, (), scores.get((line, types), reason))
+
     if piece.lifted is None:
-        dots = dots_in(piece.jaxpr.jaxpr).values()
-        return [*found, *(FusedProduct(piece.name, _line(x), _types(x), (), piece.reason) for x in dots)]
+        return [*found, *(left(x, piece.reason) for x in dots_in(piece.jaxpr.jaxpr).values())]
     plan = piece.lifted.graph.plan
     steps = {step.product: i for i, step in enumerate(plan.steps)}
     for equation, product in piece.lifted.products:
@@ -205,7 +210,7 @@ def _products(piece: Piece) -> list[FusedProduct]:
             names = _words(map(name_of, made_in(plan, steps[product]))) if product in steps else ()
             found.append(FusedProduct(piece.name, _line(equation), _shapes(product), names, ""))
         else:
-            found.append(FusedProduct(piece.name, _line(equation), _types(equation), (), product))
+            found.append(left(equation, product))
     return found
 
 

@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from coda_jax.attend.attention import attention
-from coda_jax.fusion.attention.axes import Unlike, size_of
+from coda_jax.fusion.attention.axes import Atom, Labels, Unlike, labels_of, size_of
 from coda_jax.fusion.attention.layout import Layout, layout_of
 from coda_jax.fusion.attention.masks import MEAN, NAN, Masks, masks_of
 from coda_jax.fusion.attention.meanings import Site
 from coda_jax.fusion.attention.terms import Terms, terms_of
 from coda_jax.fusion.attention.trees import Node, Trees, merged, value_of
-from coda_jax.fusion.dots import Equation, _is_precise
+from coda_jax.fusion.dots import Equation, is_precise
 from coda_jax.graph.values import is_float
 from coda_jax.primitives.mesh_types import explicit_cuts
 
@@ -35,6 +37,7 @@ class Call:
       layout: of its arrays.
       terms: of its scores.
       masks: as arguments.
+      shardings: of q, as its scores or probabilities are asked to be sharded.
       implementation: of `coda.attention`.
     """
 
@@ -42,6 +45,7 @@ class Call:
     layout: Layout
     terms: Terms
     masks: Masks
+    shardings: tuple[Any, ...]
     implementation: str | None
 
     @property
@@ -63,6 +67,8 @@ class Call:
         """The site's result, from the values of `arguments`."""
         layout, terms = self.layout, self.terms
         q, k, v = layout.arrays(values)
+        for constrained in self.shardings:
+            q = jax.lax.with_sharding_constraint(q, constrained)
         for node, divides in terms.row_factors:
             factor = self._of_rows(node, values)
             wide = q.astype(factor.dtype)
@@ -115,7 +121,7 @@ def call_of(site: Site, trees: Trees, implementation: str | None) -> Call:
     terms = terms_of(site, trees)
     dependent = frozenset(atom for mask in terms.masks for atom in mask.condition.atoms())
     layout = layout_of(site, trees.makers, dependent)
-    if layout.dtype == jnp.float32 and any(map(_is_precise, precision)):
+    if layout.dtype == jnp.float32 and any(map(is_precise, precision)):
         raise Unlike("it asks for a precision that attention does not have")
     if not is_float(site.result.aval.dtype):
         raise Unlike(f"its result is {site.result.aval.dtype}")
@@ -123,4 +129,26 @@ def call_of(site: Site, trees: Trees, implementation: str | None) -> Call:
         raise Unlike("its arrays are sharded over explicit axes of a mesh")
     if not size_of(layout.width):
         raise Unlike("its heads have no columns")
-    return Call(site, layout, terms, masks_of(terms, layout, trees), implementation)
+    shardings = tuple(_sharding(equation, labels, layout) for equation, labels in site.constraints)
+    return Call(site, layout, terms, masks_of(terms, layout, trees), shardings, implementation)
+
+
+def _sharding(equation: Equation, labels: Labels, layout: Layout) -> Any:
+    """The sharding of q (B, T, N, H) where that of scores is asked to be as an equation says.
+
+    Raises:
+      Unlike: queries or keys are cut.
+    """
+    sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+    if not isinstance(sharding, NamedSharding):
+        raise Unlike("its scores are asked to have a sharding of another kind")
+    entries: dict[Atom, Any] = {}
+    for axis, (entry, label) in enumerate(zip(sharding.spec, labels_of(labels), strict=False)):
+        if entry is None or entry is P.UNCONSTRAINED or axis in equation.params.get("unconstrained_dims", ()):
+            continue
+        if any(atom in (*layout.rows, *layout.keys) for atom in label):
+            raise Unlike("a sharding cuts the rows or the keys of its scores")
+        entries |= dict.fromkeys(label[:1], entry)
+    groups = layout.batch, (*layout.heads, *layout.groups)
+    batch, heads = (entries.get(group[0], P.UNCONSTRAINED) if group else P.UNCONSTRAINED for group in groups)
+    return sharding.update(spec=P(batch, P.UNCONSTRAINED, heads, P.UNCONSTRAINED))

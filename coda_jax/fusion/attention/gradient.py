@@ -167,9 +167,7 @@ def _derivative(result: Any, own: Sequence[Equation], arguments: Sequence[Any], 
     return jaxpr
 
 
-def _replay(
-    steps: Sequence[tuple[Hashable, Equation]], equations: Equations, known: dict[Any, Any]
-) -> list[Equation]:
+def _replay(steps: Sequence[tuple[Hashable, Equation]], equations: Equations, known: dict[Any, Any]) -> list[Equation]:
     """Adds the variables of equations whose like the jaxpr has; returns those found there."""
     found = []
     for kind, equation in steps:

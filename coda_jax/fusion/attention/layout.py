@@ -173,7 +173,7 @@ def _rows(candidates: Sequence[Atom], dependent: Collection[Atom], keys: Sequenc
 
 
 def _heads(shared: Sequence[Atom], q: Source, rows: Sequence[Atom], dependent: Collection[Atom]) -> list[Atom]:
-    """The atom of heads: the last one that masks do not depend on; one alone is of heads where it stands behind rows."""
+    """The atom of heads: the last one that masks do not depend on; one alone is of heads if it stands behind rows."""
     if len(shared) == 1:
         order = q.atoms
         first_row = min((order.index(x) for x in rows if x in order), default=0)

@@ -45,7 +45,7 @@ def identity(node: Node, twins: Mapping[Atom, Atom] | None = None) -> Hashable:
         if one.op in ("leaf", "operand"):
             return "leaf", id(one.var), tuple(map(label, one.labels))
         if one.op == "iota":
-            return "iota", label(one.labels[0]), str(one.var)
+            return "iota", label(one.labels[0]), one.start
         if one.op in SAME:
             return of(one.args[0])
         params = "" if one.equation is None else str(sorted(map(str, one.equation.params.items())))
@@ -92,6 +92,8 @@ def linear_of(node: Node, twins: Mapping[Atom, Atom] | None = None) -> Linear | 
     number = constant_of(node)
     if number is not None:
         return Linear({}, int(number))
+    if node.op == "iota" and node.start:
+        return _alone(dataclasses.replace(node, start=0), twins).plus(Linear({}, node.start))
     if node.op in SAME or node.op == "convert_element_type":
         inner = linear_of(node.args[0], twins)
         return inner if inner is not None else _alone(node, twins)

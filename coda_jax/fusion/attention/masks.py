@@ -1,4 +1,4 @@
-"""The masks of a site as arguments of `coda.attention`: a band, intervals, ids, dense arrays; and rows that see nothing.
+"""The masks of a site as arguments of `coda.attention`: a band, intervals, ids, dense arrays; rows that see nothing.
 
 A comparison of a key's position with what does not depend on keys bounds the keys that a row sees. Equality of what
 depends on rows with what depends on keys is one of ids. All else is a dense mask, as small as its operands are.
@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.attend.masks import Intervals
-from coda_jax.fusion.attention.axes import Atom, Unlike, size_of, whole
+from coda_jax.fusion.attention.axes import Atom, Unlike, atoms_of, size_of, whole
 from coda_jax.fusion.attention.bounds import Bound, bounds_of, known_bounds, static_band
 from coda_jax.fusion.attention.layout import Layout
 from coda_jax.fusion.attention.linear import dtype_of, on_diagonal
 from coda_jax.fusion.attention.logic import conjuncts, two_valued
 from coda_jax.fusion.attention.terms import ADDED, SUMMED, WHERE, Mask, Terms
 from coda_jax.fusion.attention.trees import Node, Trees, merged, value_of
+from coda_jax.fusion.makers import Makers
 
 Condition = tuple[Node, bool]  # and the value that it has where a query sees a key
 NOTHING, NAN, MEAN, ZERO = "nothing", "nan", "mean", "zero"  # what a row that sees no key is
@@ -172,7 +173,7 @@ def masks_of(terms: Terms, layout: Layout, trees: Trees) -> Masks:
         rest = [mask for mask in terms.masks if mask.kind != ADDED]
         found = _sorted_masks([(x.condition, x.sees) for x in rest], layout, trees)
         empty = _empty(rest, biases, terms.zeroes, is_proved=found.sees_all_rows)
-    _check_biases(biases, layout)
+    _check_biases(biases, layout, trees)
     own = (tuple(found.bounds), tuple(found.rows), found.ids, tuple(found.keys), tuple(found.dense))
     return Masks(layout, *own, tuple(biases), empty)
 
@@ -203,15 +204,29 @@ def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: 
     return MEAN
 
 
-def _check_biases(biases: Sequence[tuple[Node, float]], layout: Layout) -> None:
+def _check_biases(biases: Sequence[tuple[Node, float]], layout: Layout, trees: Trees) -> None:
     """Refuses a bias that is a function of positions where its array is about as large as the scores."""
     every = np.prod([size_of(group) for group in layout.pairs], dtype=float)
     for node, _ in biases:
         atoms = node.atoms()
-        is_dense = any(_is_of_pairs(leaf.atoms(), layout) for leaf in node.leaves)
+        dense = [leaf for leaf in node.leaves if _is_of_pairs(leaf.atoms(), layout)]
+        if any(_is_of_scores(leaf, layout, trees.makers) for leaf in dense):
+            raise Unlike("two products of scores are added")
         size = np.prod([size_of(group) for group in layout.pairs if atoms & set(group)], dtype=float)
-        if _is_of_pairs(atoms, layout) and not is_dense and 4 * size > every:
+        if _is_of_pairs(atoms, layout) and not dense and 4 * size > every:
             raise Unlike("a function of positions is added to its scores, which coda.attention takes as an array alone")
+
+
+def _is_of_scores(leaf: Node, layout: Layout, makers: Makers) -> bool:
+    """True for the product of an array of rows with one of keys."""
+    equation = makers.maker(leaf.var)
+    if equation is None or equation.primitive.name != "dot_general":
+        return False
+    (sums, _), (batch, _) = equation.params["dimension_numbers"]
+    first = equation.invars[0].aval.ndim - len(sums)
+    sides = [set(atoms_of(labels)) for labels in (leaf.labels[len(batch) : first], leaf.labels[first:])]
+    rows, keys = set(layout.rows), set(layout.keys)
+    return any(one & rows and other & keys for one, other in (sides, sides[::-1]))
 
 
 def _is_of_pairs(atoms: frozenset[Atom], layout: Layout) -> bool:

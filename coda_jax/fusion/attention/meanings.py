@@ -20,7 +20,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -40,6 +39,7 @@ from coda_jax.fusion.attention.trees import LOCAL, SAME, Node, beside
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import line_of
+from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.values import is_float
 
 _numbers = itertools.count()
@@ -119,6 +119,7 @@ class Site:
       equation: that whose result the attention's result is.
       labels: of this result.
       meant: all variables that have a meaning.
+      constraints: the shardings that are asked of scores and probabilities, with labels.
     """
 
     product: Equation
@@ -134,6 +135,7 @@ class Site:
     equation: Equation
     labels: Labels
     meant: frozenset[Any]
+    constraints: tuple[tuple[Equation, Labels], ...]
 
     @property
     def result(self) -> Any:
@@ -146,8 +148,8 @@ class Search:
 
     Attributes:
       sites: those found.
-      reason: why the last branch ended; empty if none did.
-      has_softmax: whether an exponential of scores was divided by its sum.
+      reason: why the first branch that ended did so; empty if none did.
+      has_softmax: whether something of a softmax was found, an exponential or a maximum, or a joined column.
     """
 
     def __init__(self, makers: Makers, product: Equation):
@@ -155,6 +157,7 @@ class Search:
         self._meanings: dict[Any, Meaning] = {}
         self._behind: set[Any] = set()  # all that depends on the product
         self._row_atoms: dict[int, list[Atom]] = {}
+        self._constraints = list[tuple[Equation, Labels]]()
         self.sites, self.reason, self.has_softmax = list[Site](), "", False
         self._a, self._b, labels = _product_labels(product)
         (out,) = product.outvars
@@ -193,7 +196,7 @@ class Search:
         try:
             found = self._step(equation, ins)
         except Unlike as why:
-            self.reason = f"{why}: {equation.primitive.name} at {line_of(equation) or 'an unknown line'}"
+            self.reason = self.reason or f"{why}: {equation.primitive.name} at {line_of(equation) or 'an unknown line'}"
             return None
         if isinstance(found, Site):
             self.sites.append(found)
@@ -208,6 +211,11 @@ class Search:
             if not is_float(equation.outvars[0].aval.dtype):
                 raise Unlike(f"{_plural(one.kind)} cast to {equation.outvars[0].aval.dtype}")
             return one
+        if name == "sharding_constraint" and not is_constraint(equation):
+            raise Unlike(f"{_plural(one.kind)} are asked to have a layout")
+        if name in CONSTRAINTS:
+            self._constraints.append((equation, labels_of(one.labels)))
+            return one
         if name in SAME:
             return one
         if name == "stop_gradient":
@@ -219,9 +227,10 @@ class Search:
         if name == "dot_general":
             return self._multiplied(equation, one, ins)
         if name == "concatenate":
+            self.has_softmax = True
             raise Unlike(f"{_plural(one.kind)} are joined with others, as with a sink")
         if name not in LOCAL:
-            raise Unlike(f"{_plural(one.kind)} are read by another operation")
+            raise Unlike(f"another operation reads {_plural(one.kind)}")
         return self._elementwise(equation, ins)
 
     def _reduced(self, equation: Equation, one: Meaning) -> Meaning:
@@ -240,7 +249,7 @@ class Search:
         raise Unlike(f"{equation.primitive.name.removeprefix('reduce_')} of {_plural(one.kind)}")
 
     def _new_row(self, labels: Labels) -> Meaning:
-        number = next(_numbers)
+        self.has_softmax, number = True, next(_numbers)
         self._row_atoms[number] = atoms_of(labels)
         return Meaning("row", labels, number=number)
 
@@ -301,9 +310,7 @@ class Search:
             raise Unlike("an operand has an axis that the scores have not")
         return Node("operand", var=x, labels=labels)
 
-    def _of_two(
-        self, equation: Equation, name: str, found: Sequence[Meaning], labels: Labels
-    ) -> Meaning | Site | None:
+    def _of_two(self, equation: Equation, name: str, found: Sequence[Meaning], labels: Labels) -> Meaning | Site | None:
         """The meaning of an operation on two variables with meanings, of other kinds than scores alone."""
         first, second = found
         kinds = first.kind, second.kind
@@ -325,7 +332,6 @@ class Search:
             return None
         if numerator.kind not in ("exp", "unnormalised") or not is_same:
             return None
-        self.has_softmax = True
         if numerator.kind == "unnormalised":
             return self._site(equation, labels, numerator, total)
         count = len(numerator.factors)
@@ -333,7 +339,9 @@ class Search:
             numerator, kind="p", labels=labels, divided=count, sum_factors=total.sum_factors, reduced=total.reduced
         )
 
-    def _of_scores(self, equation: Equation, meanings: Sequence[Meaning | None], labels: Labels, operand: Any) -> Meaning:
+    def _of_scores(
+        self, equation: Equation, meanings: Sequence[Meaning | None], labels: Labels, operand: Any
+    ) -> Meaning:
         found, name = [one for one in meanings if one is not None], equation.primitive.name
         if any(one.shifts for one in found):
             if len(found) > 1:
@@ -346,7 +354,7 @@ class Search:
     def _of_one(self, equation: Equation, name: str, one: Meaning, labels: Labels) -> Meaning | None:
         """The meaning of an operation on one variable with a meaning, beside constants."""
         if name == "exp" and one.kind in ("score", "log p"):
-            self.has_softmax |= one.kind == "log p"
+            self.has_softmax = True
             return dataclasses.replace(one, kind="exp" if one.kind == "score" else "p", labels=labels)
         if name == "abs" and one.kind == "sum":
             return dataclasses.replace(one, labels=labels)
@@ -448,6 +456,7 @@ class Search:
             equation,
             labels_of(labels),
             meant,
+            tuple(self._constraints),
         )
 
 

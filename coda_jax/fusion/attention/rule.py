@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.fusion.attention.axes import Unlike
 from coda_jax.fusion.attention.call import Call, call_of
@@ -18,7 +17,7 @@ from coda_jax.fusion.attention.meanings import Search, Site
 from coda_jax.fusion.attention.trees import Trees
 from coda_jax.fusion.dots import Equation, dots_in, variables
 from coda_jax.fusion.makers import Makers
-from coda_jax.fusion.straight import applied, at_line, line_of
+from coda_jax.fusion.straight import applied, at_line, line_of, straight
 from coda_jax.jaxprs.evaluate import read
 
 
@@ -78,6 +77,7 @@ def with_attention(
                 one = sites.replaced(site)
             except Unlike as why:
                 reason = str(why)
+                left.append((site.values, reason))
                 continue
             found.append(one)
             reason = ""
@@ -165,9 +165,7 @@ def _without(closed: core.ClosedJaxpr, found: Sequence[_Replaced]) -> core.Close
                 values.update(zip(outs, applied(equation, inputs), strict=True))
         return [read(values, x) for x in closed.jaxpr.outvars]
 
-    whole = jax.make_jaxpr(function)(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, whole.consts)
+    return straight(jax.make_jaxpr(function)(*closed.in_avals), closed.in_avals, opens_inner=False)
 
 
 def _evaluated(one: _Replaced, values: dict[Any, Any], pullbacks: dict[int, Any]) -> jax.Array:

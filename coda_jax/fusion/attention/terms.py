@@ -72,7 +72,7 @@ def terms_of(site: Site, trees: Trees) -> Terms:
 
 @dataclasses.dataclass
 class _Walk:
-    """The work of `terms_of`; gates: conditions that the scores are multiplied with, and what they are where it holds."""
+    """The work of `terms_of`; gates: conditions that the scores are multiplied with, and when they are."""
 
     terms: Terms
     keys: Label

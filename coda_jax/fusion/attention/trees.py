@@ -52,6 +52,7 @@ class Node:
       equation: that of a primitive.
       var: of an operand or a leaf; the number that a constant is; the dtype of an iota.
       labels: of the axes of an operand or a leaf; that of the axis which an iota counts.
+      start: the first number of an iota.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Node:
     equation: Equation = None
     var: Any = None
     labels: Labels = ()
+    start: int = 0
 
     def walk(self) -> Iterator[Node]:
         """All nodes, each once."""
@@ -132,7 +134,7 @@ class Trees:
             return Node("constant", var=known)
         equation = self.makers.maker(x)
         if equation is None or depth > _MOST_DEPTH:
-            return _leaf(x, labels)
+            return self._leaf(x, labels)
         name, shape = equation.primitive.name, x.aval.shape
         if name in LOCAL or name in SAME:
             args = (self.node(y, beside(y, labels, shape), depth + 1) for y in equation.invars)
@@ -144,10 +146,22 @@ class Trees:
             try:
                 return self.node(source, moved_back(equation, labels), depth + 1)
             except Unlike:
-                return _leaf(x, labels)
+                return self._leaf(x, labels)
         if name == "iota":
             return Node("iota", var=x.aval.dtype, labels=(labels[equation.params["dimension"]],))
-        return _leaf(x, labels)
+        return self._leaf(x, labels)
+
+    def _leaf(self, x: Any, labels: Labels) -> Node:
+        """A variable that is not looked into; constants that count along one axis are an iota."""
+        for label, size in zip(labels, x.aval.shape, strict=True):
+            if not label and size > 1:
+                raise Unlike("an operand has an axis that the scores have not")
+        counted = [label for label in labels if label]
+        if len(counted) == 1 and jnp.issubdtype(x.aval.dtype, jnp.integer) and (known := self.known(x)) is not None:
+            numbers = np.ravel(known)
+            if np.array_equal(numbers, np.arange(len(numbers)) + int(numbers[0])):
+                return Node("iota", var=x.aval.dtype, labels=(counted[0],), start=int(numbers[0]))
+        return Node("leaf", var=x, labels=labels)
 
     def known(self, x: Any) -> np.ndarray | None:
         """The value of a variable that is computed of constants alone; None of another."""
@@ -171,7 +185,8 @@ class Trees:
         with jax.ensure_compile_time_eval():
             for number in sorted(needed):
                 equation = needed[number]
-                outputs = applied(equation, [read(values, y) for y in equation.invars])
+                inputs = [read(values, y) for y in equation.invars]
+                outputs = inputs if equation.primitive.name in SAME else applied(equation, inputs)
                 values.update(zip(equation.outvars, outputs, strict=True))
             return np.asarray(values[x])
 
@@ -194,20 +209,12 @@ def _as_numpy(value: Any) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def _leaf(x: Any, labels: Labels) -> Node:
-    for label, size in zip(labels, x.aval.shape, strict=True):
-        if not label and size > 1:
-            raise Unlike("an operand has an axis that the scores have not")
-    return Node("leaf", var=x, labels=labels)
-
-
 def beside(x: Any, labels: Sequence[Label], shape: Sequence[Any]) -> Labels:
     """The labels of an operand of an elementwise equation, from those of its result."""
     if isinstance(x, core.Literal) or not x.aval.shape:
         return ()
     return tuple(
-        label if size == whole_size else ()
-        for label, size, whole_size in zip(labels, x.aval.shape, shape, strict=True)
+        label if size == whole_size else () for label, size, whole_size in zip(labels, x.aval.shape, shape, strict=True)
     )
 
 
@@ -245,7 +252,7 @@ def _value(node: Node, args: Sequence[Any], values: Mapping[Any, Any], order: Se
     if node.op == "leaf":
         return spread(values[node.var], node.labels, order)
     if node.op == "iota":
-        return positions(node.labels[0], order).astype(node.var)
+        return (positions(node.labels[0], order) + node.start).astype(node.var)
     if node.op in SAME:
         return args[0]
     if node.equation is None:
