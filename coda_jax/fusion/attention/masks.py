@@ -21,11 +21,13 @@ from coda_jax.fusion.attention.layout import Layout
 from coda_jax.fusion.attention.linear import dtype_of, on_diagonal
 from coda_jax.fusion.attention.logic import conjuncts, two_valued
 from coda_jax.fusion.attention.terms import ADDED, SUMMED, WHERE, Mask, Terms
-from coda_jax.fusion.attention.trees import Node, Trees, merged, value_of
+from coda_jax.fusion.attention.trees import Node, Trees, merged, positions, value_of
 from coda_jax.fusion.makers import Makers
 
 Condition = tuple[Node, bool]  # and the value that it has where a query sees a key
-NOTHING, NAN, MEAN, ZERO = "nothing", "nan", "mean", "zero"  # what a row that sees no key is
+# What a row that sees no key is; the mean of values, too, of scores to which a number was added that hides them.
+NOTHING, NAN, MEAN, ADDED_MEAN, ZERO = "nothing", "nan", "mean", "added mean", "zero"
+_HIDING = -1e20  # scores are lost to what is added to them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Masks:
       dense: conditions of pairs.
       biases: added terms, with their factors.
       empty: what a row that sees nothing is: "nan", the "mean" of all values, "zero"; "nothing" where there is none.
+      has_low_biases: whether a bias may make all scores of a row so low that their log-sum-exp is not exact.
     """
 
     layout: Layout
@@ -51,6 +54,7 @@ class Masks:
     dense: tuple[Condition, ...]
     biases: tuple[tuple[Node, float], ...]
     empty: str
+    has_low_biases: bool
 
     def arguments(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         """The arguments of `coda.attention`."""
@@ -59,10 +63,9 @@ class Masks:
     def _of_bounds(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         layout = self.layout
         queries, keys = size_of(layout.rows), size_of(layout.keys)
-        band = static_band(self.bounds, layout)
-        if band is not None and not self._interval_rows:
-            return _band_arguments(*band, queries, keys)
-        if not self.bounds and not self._interval_rows:
+        if self._band is not None and not (self.rows and self._rows_are_intervals):
+            return _band_arguments(*self._band, queries, keys)
+        if self._has_dense or not (self.bounds or self._rows_are_intervals):
             return {}
         groups = [layout.batch, layout.rows]
         order = [atom for group in groups for atom in group]
@@ -71,31 +74,39 @@ class Masks:
             value = bound.value(values, order)
             first = jnp.maximum(first, value) if bound.is_first else first
             last = last if bound.is_first else jnp.minimum(last, value)
-        for node, sees in self._interval_rows:
-            condition = value_of(node, values, order)
-            last = jnp.where(condition if sees else ~condition, last, -1)
+        if self._rows_are_intervals:
+            last = jnp.where(_all(self.rows, values, order), last, -1)
         shape = (size_of(layout.batch), queries)
         return {"mask": Intervals(*(jnp.broadcast_to(merged(x, groups), shape) for x in (first, last)))}
 
     @property
-    def _has_key_ids(self) -> bool:
-        return self.ids is None and bool(self.keys)
+    def _band(self) -> tuple[int | None, int | None] | None:
+        """The bounds as a band, if they are one; none of no bounds."""
+        return static_band(self.bounds, self.layout) if self.bounds else None
 
     @property
-    def _interval_rows(self) -> tuple[Condition, ...]:
-        """Conditions of rows that are part of intervals."""
-        return () if self._has_key_ids or not self._has_dense_bounds else self.rows
+    def _has_dense(self) -> bool:
+        """Whether there is a mask of pairs, which then has intervals too, as `coda.attention` takes one of both."""
+        return bool(self.dense or (self.keys and self.ids is not None))
 
     @property
-    def _has_dense_bounds(self) -> bool:
-        return bool(self.ids is not None or self.bounds or self.dense)
+    def _rows_are_intervals(self) -> bool:
+        """Whether rows that see nothing have empty intervals: where neither ids say it nor a dense mask."""
+        return bool(self.rows) and not self._has_dense and not self._has_own_ids
+
+    @property
+    def _has_own_ids(self) -> bool:
+        """Whether conditions of rows and keys become ids."""
+        if self.ids is not None or self._has_dense:
+            return False
+        return bool(self.keys or (self.rows and not self.bounds))
 
     def _of_ids(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         layout = self.layout
         if self.ids is not None:
             nodes = zip(self.ids, (layout.rows, layout.keys), strict=True)
             rows, keys = (self._of_axis(lambda order, x=node: _integers(x, values, order), x) for node, x in nodes)
-        elif self._has_key_ids or (self.rows and not self._interval_rows):
+        elif self._has_own_ids:
             rows = self._of_axis(lambda order: jnp.where(_all(self.rows, values, order), 0, 2), layout.rows)
             keys = self._of_axis(lambda order: jnp.where(_all(self.keys, values, order), 0, 1), layout.keys)
         else:
@@ -111,10 +122,13 @@ class Masks:
     def _of_pairs(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         groups = self.layout.pairs
         order = [atom for group in groups for atom in group]
-        dense = (*self.dense, *(() if self._has_key_ids else self.keys))
         found: dict[str, Any] = {}
-        if dense:
-            found["mask"] = merged(_all(dense, values, order), groups)
+        if self._has_dense:
+            mask = _all((*self.dense, *self.keys, *self.rows), values, order)
+            for bound in self.bounds if self._band is None else ():
+                position, limit = positions(self.layout.keys, order), bound.value(values, order)
+                mask = mask & (position >= limit if bound.is_first else position <= limit)
+            found["mask"] = merged(mask, groups)
         if self.biases:
             terms = [merged(_scaled(node, factor, values, order), groups) for node, factor in self.biases]
             total = terms[0]
@@ -162,20 +176,15 @@ def masks_of(terms: Terms, layout: Layout, trees: Trees) -> Masks:
     Raises:
       Unlike: a row that sees nothing would have another value, or an array would be as large as the scores.
     """
-    added = [mask for mask in terms.masks if mask.kind == ADDED]
     found = _sorted_masks([(x.condition, x.sees) for x in terms.masks], layout, trees)
-    biases = list(terms.biases)
-    if found.sees_all_rows:
-        removed = {id(mask.bias) for mask in added}
-        biases = [one for one in biases if id(one[0]) not in removed]
-        empty = NAN if any(map(_may_hide, biases)) else NOTHING
-    else:
-        rest = [mask for mask in terms.masks if mask.kind != ADDED]
-        found = _sorted_masks([(x.condition, x.sees) for x in rest], layout, trees)
-        empty = _empty(rest, biases, terms.zeroes, is_proved=found.sees_all_rows)
+    removed = {id(mask.bias) for mask in terms.masks if mask.kind == ADDED}
+    biases = tuple(one for one in terms.biases if id(one[0]) not in removed)
+    empty = NOTHING if found.sees_all_rows else _empty(terms.masks, biases, terms.zeroes)
+    is_low = any(map(_may_hide, biases))
+    empty = NAN if is_low and empty == NOTHING else empty
     _check_biases(biases, layout, trees)
     own = (tuple(found.bounds), tuple(found.rows), found.ids, tuple(found.keys), tuple(found.dense))
-    return Masks(layout, *own, tuple(biases), empty)
+    return Masks(layout, *own, biases, empty, is_low)
 
 
 def _may_hide(bias: tuple[Node, float]) -> bool:
@@ -187,11 +196,12 @@ def _may_hide(bias: tuple[Node, float]) -> bool:
     return any(jnp.issubdtype(leaf.var.aval.dtype, jnp.floating) for leaf in node.leaves)
 
 
-def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: str, *, is_proved: bool) -> str:
-    """What a row that sees nothing is in the original."""
-    hides = any(map(_may_hide, biases))
-    if is_proved or not masks:
-        return NAN if hides else NOTHING
+def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: str) -> str:
+    """What a row that sees nothing is in the original.
+
+    Raises:
+      Unlike: that is not known.
+    """
     if zeroes == "all" and not biases:
         return ZERO
     if zeroes != "none":
@@ -199,7 +209,15 @@ def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: 
     fills = {mask.fill for mask in masks if mask.kind != SUMMED}
     if fills <= {-np.inf}:
         return NAN
-    if len(fills) > 1 or any(mask.kind != WHERE or not mask.is_innermost for mask in masks) or hides:
+    if len(masks) == 1 and masks[0].kind == ADDED and masks[0].fill <= _HIDING and not biases:
+        return ADDED_MEAN
+    if any(mask.kind == ADDED for mask in masks):
+        raise Unlike("a number is added to the scores of masked keys, which may be all keys of a row")
+    if (
+        len(fills) > 1
+        or any(mask.kind != WHERE or not mask.is_innermost for mask in masks)
+        or any(map(_may_hide, biases))
+    ):
         raise Unlike("several masks or a bias, which may hide all keys of a row")
     return MEAN
 
