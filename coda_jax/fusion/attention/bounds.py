@@ -92,8 +92,8 @@ def bounds_of(node: Node, sees: bool, layout: Layout) -> list[Bound] | None:
     found = differences(node, is_true=sees)
     if found is None:
         return None
-    bounds = [bound for op, d in found for bound in _bounds(op, d, layout) or [None]]
-    return None if None in bounds or not bounds else bounds  # type: ignore[return-value]
+    bounds = [_bounds(op, d, layout) for op, d in found]
+    return [bound for each in bounds for bound in each] if all(bounds) else None
 
 
 def _one_of(node: Node, sees: bool, layout: Layout) -> list[Bound] | None:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from coda_jax.fusion.attention.call import Call
+from coda_jax.fusion.attention.linear import identity
+from coda_jax.fusion.attention.trees import constant
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, straight
@@ -70,19 +71,20 @@ class Equations:
         self._first: dict[Any, Any] = {}  # the variable in whose place another one may stand
         self._known: dict[Hashable, Equation] = {}
         self._readers: dict[Hashable, list[Equation]] = {}
-        for equation in makers.equations:
+        equations: Sequence[Equation] = makers.equations
+        for equation in equations:
             if equation.effects:
                 continue
             kind = _kind(equation)
             key = kind, tuple(map(self._name, equation.invars))
-            other = self._known.setdefault(key, equation)
+            other: Equation = self._known.setdefault(key, equation)
             self._readers.setdefault(kind, []).append(equation)
             if other is not equation:
                 self._first.update(zip(equation.outvars, other.outvars, strict=True))
 
     def _name(self, x: Any) -> Hashable:
         if isinstance(x, core.Literal):
-            return np.asarray(x.val).tobytes(), str(x.aval.dtype)
+            return identity(constant(x))
         return id(self._first.get(x, x))
 
     def like(self, kind: Hashable, equation: Equation, known: Mapping[Any, Any]) -> Equation | None:
@@ -109,7 +111,8 @@ def gradients_of(call: Call, equations: Equations) -> Gradients | None:
     arguments = [x for x in dict.fromkeys(x for e in own for x in variables(e.invars)) if x not in made]
     floats = [i for i, x in enumerate(arguments) if is_float(x.aval.dtype)]
     derivative = _derivative(call.site.result, own, arguments, floats)
-    cotangent, *inputs = derivative.invars
+    every: list[Any] = derivative.invars
+    cotangent, *inputs = every
     steps = [(_kind(equation), equation) for equation in derivative.eqns]
     base = dict(zip(inputs, arguments, strict=True))
     behind = Makers(derivative).behind([cotangent])

@@ -104,8 +104,9 @@ class Masks:
     def _of_ids(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         layout = self.layout
         if self.ids is not None:
-            nodes = zip(self.ids, (layout.rows, layout.keys), strict=True)
-            rows, keys = (self._of_axis(lambda order, x=node: _integers(x, values, order), x) for node, x in nodes)
+            of_rows, of_keys = self.ids
+            rows = self._of_axis(lambda order: value_of(of_rows, values, order), layout.rows)
+            keys = self._of_axis(lambda order: value_of(of_keys, values, order), layout.keys)
         elif self._has_own_ids:
             rows = self._of_axis(lambda order: jnp.where(_all(self.rows, values, order), 0, 2), layout.rows)
             keys = self._of_axis(lambda order: jnp.where(_all(self.keys, values, order), 0, 1), layout.keys)
@@ -142,10 +143,6 @@ def _scaled(node: Node, factor: float, values: Mapping[Any, Any], order: Sequenc
     x: jax.Array = value_of(node, values, order)
     x = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
     return x if factor == 1 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) * factor
-
-
-def _integers(node: Node, values: Mapping[Any, Any], order: Sequence[Atom]) -> Any:
-    return value_of(node, values, order).astype(jnp.int32)
 
 
 def _all(conditions: Sequence[Condition], values: Mapping[Any, Any], order: Sequence[Atom]) -> Any:

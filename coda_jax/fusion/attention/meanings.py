@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from coda_jax.fusion.attention.axes import (
     new_label,
     whole,
 )
-from coda_jax.fusion.attention.trees import LOCAL, SAME, Node, beside
+from coda_jax.fusion.attention.trees import LOCAL, SAME, Node, beside, constant
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import line_of
@@ -301,7 +301,7 @@ class Search:
     def _operand(self, x: Any, labels: Labels) -> Node:
         """An operand with these labels, which is looked into later."""
         if isinstance(x, core.Literal):
-            return Node("constant", var=np.asarray(x.val, x.aval.dtype))
+            return constant(x)
         if x in self._meanings:
             raise Unlike(f"an operand is made of {_plural(self._meanings[x].kind)}")
         if x in self._behind:
@@ -348,7 +348,9 @@ class Search:
                 raise Unlike("two arrays of scores from which something was subtracted")
             if name not in ("select_n", "add", "sub") or (name == "sub" and meanings[0] is None):
                 raise Unlike("an operation on scores from which something was subtracted")
-        args = (operand(x) if one is None else one.x for x, one in zip(equation.invars, meanings, strict=True))
+        args: Iterable[Any] = (
+            operand(x) if one is None else one.x for x, one in zip(equation.invars, meanings, strict=True)
+        )
         return dataclasses.replace(found[0], labels=labels, x=Node(name, tuple(args), equation))
 
     def _of_one(self, equation: Equation, name: str, one: Meaning, labels: Labels) -> Meaning | None:

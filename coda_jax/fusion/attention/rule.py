@@ -149,9 +149,10 @@ def _without(closed: core.ClosedJaxpr, found: Sequence[_Replaced]) -> core.Close
     def function(*arrays: Any) -> list[Any]:
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
         pullbacks: dict[int, Any] = {}
-        for equation in closed.jaxpr.eqns:
-            outs = equation.outvars
-            first = outs[0] if outs else None
+        every: Sequence[Equation] = closed.jaxpr.eqns
+        for equation in every:
+            outs: list[Any] = equation.outvars
+            first: Any = outs[0] if outs else None
             if first in calls:
                 one = calls[first]
                 values[first] = at_line(one.call.site.product, _evaluated, one, values, pullbacks)

@@ -7,7 +7,7 @@ iotas become positions. What is left are leaves: variables whose axes have label
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ LOCAL = ELEMENTWISE | {
     *["eq", "ne", "lt", "le", "gt", "ge", "integer_pow", "pow", "exp2", "abs", "min", "max", "neg", "sub", "add"],
     *["mul", "div", "exp", "log", "tanh", "sqrt", "rsqrt", "shift_left", "shift_right_logical"],
 }
-_OF_CONDITIONS = {  # operations of `logic`, which no equation has
+_OF_CONDITIONS: dict[str, Callable[..., Any]] = {  # operations of `logic`, which no equation has
     "and": jnp.logical_and,
     "or": jnp.logical_or,
     "not": jnp.logical_not,
@@ -122,7 +122,7 @@ class Trees:
         """The expression that a variable or a literal is; raises as `expanded` does."""
         labels = labels_of(labels)
         if isinstance(x, core.Literal):
-            return Node("constant", var=np.asarray(x.val, x.aval.dtype))
+            return constant(x)
         key = x, labels
         if key not in self._nodes:
             self._nodes[key] = self._made(x, labels, depth)
@@ -216,6 +216,11 @@ def beside(x: Any, labels: Sequence[Label], shape: Sequence[Any]) -> Labels:
     return tuple(
         label if size == whole_size else () for label, size, whole_size in zip(labels, x.aval.shape, shape, strict=True)
     )
+
+
+def constant(x: Any) -> Node:
+    """The expression that a literal is."""
+    return Node("constant", var=np.asarray(x.val, x.aval.dtype))
 
 
 def constant_of(node: Node) -> float | None:
