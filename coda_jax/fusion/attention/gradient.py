@@ -8,7 +8,7 @@ site's result is the variable for which all equations that depend on it are foun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from coda_jax.fusion.attention.call import Call
 from coda_jax.fusion.attention.linear import identity
 from coda_jax.fusion.attention.trees import constant
 from coda_jax.fusion.dots import Equation, variables
-from coda_jax.fusion.makers import Makers
+from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.straight import applied, straight
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.evaluate import read
@@ -109,28 +109,35 @@ def gradients_of(call: Call, equations: Equations) -> Gradients | None:
         return None
     made = {x for equation in own for x in equation.outvars}
     arguments = [x for x in dict.fromkeys(x for e in own for x in variables(e.invars)) if x not in made]
-    floats = [i for i, x in enumerate(arguments) if is_float(x.aval.dtype)]
-    derivative = _derivative(call.site.result, own, arguments, floats)
+    derivative = _derivative(call.site.result, own, arguments)
     every: list[Any] = derivative.invars
     cotangent, *inputs = every
     steps = [(_kind(equation), equation) for equation in derivative.eqns]
-    base = dict(zip(inputs, arguments, strict=True))
     behind = Makers(derivative).behind([cotangent])
-    _replay([one for one in steps if behind.isdisjoint(one[1].outvars)], equations, base)
     late = [one for one in steps if not behind.isdisjoint(one[1].outvars)]
-    for candidate in equations.read_by([kind for kind, equation in late if cotangent in variables(equation.invars)]):
-        is_like = candidate.aval.shape == cotangent.aval.shape and candidate.aval.dtype == cotangent.aval.dtype
-        if not is_like or candidate in made:
-            continue
+    base = dict(zip(inputs, arguments, strict=True))
+    _replay([one for one in steps if behind.isdisjoint(one[1].outvars)], equations, base)
+    kinds = [kind for kind, equation in late if cotangent in variables(equation.invars)]
+    for candidate in _like(cotangent, equations.read_by(kinds)):
         known = base | {cotangent: candidate}
         matched = _replay(late, equations, known)
-        results = [None if isinstance(x, core.Literal) else known.get(x) for x in derivative.outvars[1:]]
-        wanted = {arguments[i]: x for i, x in zip(floats, results, strict=True) if arguments[i] in call.arguments}
-        found = {argument: x for argument, x in wanted.items() if x is not None}
+        wanted = zip(filter(_is_differentiated, arguments), derivative.outvars[1:], strict=True)
+        found = {x: known[y] for x, y in wanted if x in call.arguments and among(y, known)}
         products = [equation for equation in matched if equation.primitive.name == "dot_general"]
-        if products and found:
+        if products and found and candidate not in made:
             return Gradients(call, candidate, found, products)
     return None
+
+
+def _like(cotangent: Any, candidates: Iterable[Any]) -> Iterator[Any]:
+    """The candidates of a cotangent's type."""
+    for x in candidates:
+        if (x.aval.shape, x.aval.dtype) == (cotangent.aval.shape, cotangent.aval.dtype):
+            yield x
+
+
+def _is_differentiated(x: Any) -> bool:
+    return is_float(x.aval.dtype)
 
 
 def _equations_of(call: Call, makers: Makers) -> list[Equation]:
@@ -145,8 +152,9 @@ def _equations_of(call: Call, makers: Makers) -> list[Equation]:
     return [found[number] for number in sorted(found)]
 
 
-def _derivative(result: Any, own: Sequence[Equation], arguments: Sequence[Any], floats: Sequence[int]) -> core.Jaxpr:
+def _derivative(result: Any, own: Sequence[Equation], arguments: Sequence[Any]) -> core.Jaxpr:
     """The function of a cotangent and of arguments that gives the result and the floats' cotangents."""
+    floats = [i for i, x in enumerate(arguments) if _is_differentiated(x)]
 
     def forward(*arrays: Any) -> Any:
         values = dict(zip(arguments, arrays, strict=True))

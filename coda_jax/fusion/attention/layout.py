@@ -109,15 +109,13 @@ def layout_of(site: Site, makers: Makers, dependent: Collection[Atom]) -> Layout
     if dtype.name not in ("bfloat16", "float16", *_WIDE):
         raise Unlike(f"its arrays are {dtype}")
     keys = labels_of([site.keys])[0]
-    original = {one: atoms_of(labels) for one, (_, labels) in (("q", site.q), ("k", site.k), ("v", site.v))}
-    width = _ordered([x for x in original["q"] if x.kind == "sum"], [q, k])
-    value_width = _ordered([x for x in original["v"] if x.kind == "value"], [v])
+    of_q, of_k, of_v = (atoms_of(labels) for _, labels in (site.q, site.k, site.v))
+    width = _ordered([x for x in of_q if x.kind == "sum"], [q, k])
+    value_width = _ordered([x for x in of_v if x.kind == "value"], [v])
     wide = {*keys, *width, *value_width}
-    shared = {x for x in (*k.atoms, *v.atoms) if x not in wide}
-    shared |= {x for x in original["v"] if x not in wide and x not in original["q"]}
-    free = [x for x in original["q"] if x not in shared and x not in wide]
-    others = [x for x in original["k"] if x not in wide and x not in original["q"]]  # q is the same along them
-    shared |= set(others)
+    alike = {*of_k, *of_v}.difference(of_q)  # q is the same along them
+    shared = {*k.atoms, *v.atoms, *alike} - wide
+    free = [x for x in of_q if x not in shared | wide]
     candidates = [x for x in free if x.kind in ("left", "right")]
     if not candidates:
         raise Unlike("it has one query, or values differ from query to query")
