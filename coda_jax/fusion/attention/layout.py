@@ -84,11 +84,13 @@ class Layout:
 
     def result(self, y: jax.Array, labels: Labels, shape: Sequence[int]) -> jax.Array:
         """The result (B, T, N, Hv) with axes of these labels, in this shape."""
-        own = [*self.batch, *self.rows, *self.heads, *self.groups, *self.value_width]
+        groups = [self.batch, self.rows, (*self.heads, *self.groups), self.value_width]
         wanted = atoms_of(labels)
+        order = sorted(range(4), key=lambda axis: wanted.index(groups[axis][0]) if groups[axis] else -1)
+        if [atom for axis in order for atom in groups[axis]] == wanted:  # no axis has to be split
+            return y.transpose(order).reshape(tuple(shape))
+        own = [atom for group in groups for atom in group]
         split = y.reshape([atom.size for atom in own])
-        missing = [own.index(atom) for atom in own if atom not in wanted]
-        assert not missing, "a result has all axes of its site"
         return split.transpose([own.index(atom) for atom in wanted]).reshape(tuple(shape))
 
 

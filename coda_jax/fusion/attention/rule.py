@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coda_jax.fusion.attention.axes import Unlike
+from coda_jax.fusion.attention.axes import Unlike, moved
 from coda_jax.fusion.attention.call import Call, call_of
 from coda_jax.fusion.attention.gradient import Equations, Gradients, gradients_of
 from coda_jax.fusion.attention.meanings import Search, Site
@@ -113,7 +113,7 @@ class _Sites:
         Raises:
           Unlike: something else reads its scores or probabilities.
         """
-        call = call_of(site, self._trees, self._implementation)
+        call = call_of(_behind_views(site, self._makers), self._trees, self._implementation)
         if (reader := _reader(_Replaced(call), self._makers)) is None:
             return _Replaced(call)
         gradients = gradients_of(call, self._equations)
@@ -124,6 +124,20 @@ class _Sites:
         if isinstance(reader, str):
             raise Unlike(reader)
         raise Unlike(f"{reader.primitive.name} reads its scores or probabilities too: {line_of(reader)}")
+
+
+def _behind_views(site: Site, makers: Makers) -> Site:
+    """The site with what transposes and reshapes make of its result, if nothing else reads it in front of them."""
+    results = set(variables(makers.jaxpr.outvars))
+    while len(readers := makers.readers(site.result)) == 1 and site.result not in results:
+        (reader,) = readers
+        if reader.primitive.name not in ("transpose", "reshape"):
+            break
+        try:
+            site = dataclasses.replace(site, equation=reader, labels=moved(reader, site.labels))
+        except Unlike:
+            break
+    return site
 
 
 def _reader(one: _Replaced, makers: Makers) -> Equation | str | None:
