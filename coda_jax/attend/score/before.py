@@ -44,7 +44,7 @@ def _moved(flat: Flat, makers: Mapping[int, Equation]) -> set[int]:
         is_moved = not moved.isdisjoint(equation.outputs)
         if of_scores.isdisjoint(equation.outputs) and (is_moved or not _is_local(equation)):
             moved.update(equation.outputs)
-            moved.update(x for x in equation.inputs if x in makers)
+            moved.update(x for x in equation.inputs if isinstance(x, int) and x in makers)
     return moved
 
 
