@@ -32,20 +32,40 @@ def arguments(dtype, sizes, rows=ROWS, width=WIDTH, hidden=HIDDEN, poison=True):
     return [*(array.astype(dtype) for array in (x, gate_up, down)), scale]
 
 
-def plain(x, w_gate_up, w_down, row_scale=None, *, sizes, activation=jax.nn.silu):
-    """A loop over the experts, in the arguments' own dtypes."""
+def biases(sizes, width=WIDTH, hidden=HIDDEN, dtype=jnp.float32):
+    """up_bias and down_bias; NaN in those of experts without rows."""
+    used = jnp.asarray(sizes)[:, None] > 0
+    arrays = (normal(5, len(sizes), 2 * hidden), normal(6, len(sizes), width))
+    return [jnp.where(used, x, jnp.nan).astype(dtype) for x in arrays]
+
+
+def clipped(gate, up):
+    """gpt-oss's, with clips that many elements reach."""
+    gate, up = jnp.minimum(gate, 0.7), jnp.clip(up, -0.7, 0.7)
+    return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def plain(x, w_gate_up, w_down, row_scale=None, up_bias=None, down_bias=None, *, sizes, activation=jax.nn.silu):
+    """A loop over the experts, in the arguments' own dtypes; `clipped` is of gate and up."""
     outputs, end = [], 0
-    for gate_up, down, size in zip(w_gate_up, w_down, sizes, strict=True):
+    for i, size in enumerate(sizes):
         start, end = end, end + size
-        gate, up = jnp.split(x[start:end] @ gate_up, 2, axis=-1)
-        y = (activation(gate) * up) @ down
+        z = x[start:end] @ w_gate_up[i]
+        z = z if up_bias is None else (z + up_bias[i]).astype(x.dtype)
+        gate, up = jnp.split(z, 2, axis=-1)
+        hidden = clipped(gate, up) if activation is clipped else activation(gate) * up
+        y = hidden @ w_down[i]
+        y = y if down_bias is None else (y + down_bias[i]).astype(x.dtype)
         outputs.append(y if row_scale is None else (y * row_scale[start:end, None]).astype(x.dtype))
     return jnp.concatenate([*outputs, jnp.zeros_like(x[end:])])
 
 
-def experts(x, w_gate_up, w_down, row_scale=None, *, sizes, **options):
+def experts(x, w_gate_up, w_down, row_scale=None, up_bias=None, down_bias=None, *, sizes, **options):
     sizes = jnp.asarray(sizes, jnp.int32)
-    return coda.expert_mlp(x, w_gate_up, w_down, sizes, row_scale=row_scale, **options)
+    if options.get("activation") is clipped:
+        options["activation"] = coda.gated(clipped, of_both=True)
+    options |= {"row_scale": row_scale, "up_bias": up_bias, "down_bias": down_bias}
+    return coda.expert_mlp(x, w_gate_up, w_down, sizes, **options)
 
 
 def compare(function, given, sizes, **options):
@@ -55,7 +75,7 @@ def compare(function, given, sizes, **options):
     got, rough = pullback(function, given, [ct])(), pullback(reference, given, [ct])()
     with jax.enable_x64(True):
         exact = pullback(reference, [jnp.asarray(as_float64(x)) for x in given], [as_float64(ct)])()
-    names = ["y", "dx", "dw_gate_up", "dw_down", "drow_scale"]
+    names = ["y", "dx", "dw_gate_up", "dw_down", "drow_scale", "dup_bias", "ddown_bias"]
     for name, *each in zip(names[: 1 + len(given)], *map(jax.tree.leaves, (got, exact, rough)), strict=True):
         x, e, r = each
         tolerance.check(x, e, r, dtype=r.dtype, name=name)

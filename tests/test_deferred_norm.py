@@ -218,8 +218,14 @@ def test_arrays_of_norms(dtype):
         (
             lambda: coda.gated(lambda gate, up: gate * up),
             TypeError,
-            r"gated: activation = <lambda> cannot be called with one array, the gate; .* \(x @ w\).map\(f\)",
+            r"gated: activation = <lambda> cannot be called with one array, the gate; .* wants of_both=True",
         ),
+        (
+            lambda: coda.gated(jnp.tanh, of_both=True),
+            TypeError,
+            r"gated: activation = tanh cannot be called with two arrays, gate and up; with of_both=True",
+        ),
+        (lambda: coda.gated(coda.gated(jnp.tanh)), TypeError, "it must be a function, and not gated itself"),
         (
             lambda: coda.qkv_projection(
                 coda.layer_norm(X, jnp.ones(32)),

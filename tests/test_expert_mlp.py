@@ -12,7 +12,7 @@ from benchmarks.lab.machine_code import resource_usage
 from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from tests.expert_cases import HIDDEN, ROWS, SIZES, arguments, compare, experts, plain
+from tests.expert_cases import HIDDEN, ROWS, SIZES, WIDTH, arguments, biases, clipped, compare, experts, plain
 from tests.gemm_cases import assert_close, jit
 from tests.nvrtc import kernels, needs_nvrtc
 
@@ -33,6 +33,33 @@ def test_any_activation(activation):
 def test_without_row_scale():
     sizes = SIZES["unaligned"]
     compare(functools.partial(experts, sizes=sizes), arguments(jnp.bfloat16, sizes)[:3], sizes)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_biases_and_a_gate_of_both(sizes, dtype):
+    """As of gpt-oss: the bias of each row's expert, the second one times the row's weight."""
+    given = [*arguments(dtype, sizes), *biases(sizes, dtype=dtype)]
+    compare(functools.partial(experts, sizes=sizes, activation=clipped), given, sizes, activation=clipped)
+
+
+@pytest.mark.parametrize("kept", ["up_bias", "down_bias", "both, no row_scale"])
+def test_one_bias(kept):
+    sizes = SIZES["unaligned"]
+    given, (up_bias, down_bias) = arguments(jnp.bfloat16, sizes), biases(sizes)
+    x, gate_up, down, row_scale = given
+
+    def of(function, arrays):
+        x, gate_up, down, a, b = arrays
+        options = {"up_bias": (a, b, None), "down_bias": (a, None, b)}.get(kept, (None, a, b))
+        return function(x, gate_up, down, *options, sizes=sizes)
+
+    others = {"up_bias": (row_scale, up_bias), "down_bias": (row_scale, down_bias)}.get(kept, (up_bias, down_bias))
+    args = [x.at[sum(sizes) :].set(0).astype(jnp.float32), *(w.astype(jnp.float32) for w in (gate_up, down))]
+    args += [jnp.nan_to_num(a) for a in others]
+    got, want = (gradients(lambda *arrays, f=f: of(f, arrays), args) for f in (experts, plain))
+    assert_close(got, want, rtol=1e-4)
 
 
 def test_weights_of_an_expert_without_rows_are_not_read():
@@ -124,6 +151,45 @@ def products_of(function, given):
     each = [equation for equation, _ in equations_of(function, *given)[0]]
     products = [equation for equation in each if equation.primitive in PRIMITIVES]
     return products, [equation for equation in each if equation.primitive not in PRIMITIVES]
+
+
+@pytest.mark.parametrize("layout", ["halves", "pair", "halves of one"])
+def test_layouts_of_biases(layout):
+    sizes = SIZES["unaligned"]
+    given = [*arguments(jnp.float32, sizes, poison=False), *map(jnp.nan_to_num, biases(sizes))]
+
+    def apart(x, w_gate_up, w_down, row_scale, up_bias, down_bias, **options):
+        if layout.startswith("halves"):
+            up_bias = up_bias.reshape(len(up_bias), 2, -1)
+            w_gate_up = w_gate_up.reshape(*w_gate_up.shape[:2], 2, -1) if layout == "halves" else w_gate_up
+        if layout == "pair":
+            w_gate_up, up_bias = (tuple(jnp.split(a, 2, axis=-1)) for a in (w_gate_up, up_bias))
+        return experts(x, w_gate_up, w_down, row_scale, up_bias, down_bias, **options)
+
+    got, want = (gradients(functools.partial(f, sizes=sizes), given) for f in (apart, plain))
+    assert_close(got, want, rtol=1e-4)
+
+
+def test_a_step_with_biases_is_eight_grouped_products():
+    """Two more are narrow; one pass multiplies dy by the rows' weights, for the second bias's gradient."""
+    sizes = SIZES["unaligned"]
+    given = [*arguments(jnp.bfloat16, sizes), *biases(sizes)]
+
+    def step(*given):
+        y, back = jax.vjp(functools.partial(experts, sizes=sizes, activation=clipped), *given)
+        return y, back(y)
+
+    products, _ = products_of(step, given)
+    kinds = {x.params["spec"].name: [o.kind.word for o in x.params["spec"].program.operands] for x in products}
+    assert kinds["expert_mlp_0"] == kinds["expert_mlp_1"] == ["group_vector", "column_vector", "group_offsets"]
+    assert kinds["expert_mlp_backward_1"] == ["tile", "column_vector", "group_offsets"]
+    shapes = [x.aval.shape for one in products for x in one.outvars]
+    narrow = {(len(sizes), 8, 2 * HIDDEN), (len(sizes), 8, WIDTH)}
+    assert len(products) == 8 and narrow < set(shapes)
+    leaves = jax.tree.leaves(jax.vjp(functools.partial(experts, sizes=sizes), *given)[1])
+    kept = sorted((leaf.shape, leaf.dtype.name) for leaf in leaves if leaf.size and leaf.dtype != jnp.int32)
+    own = [(x.shape, x.dtype.name) for x in given]
+    assert kept == sorted([*own, ((ROWS, 2 * HIDDEN), "bfloat16")])
 
 
 @pytest.mark.parametrize("layout", [experts, halves])
@@ -220,14 +286,17 @@ POLICIES = {
 }
 
 
+@pytest.mark.parametrize("with_biases", [False, True])
 @pytest.mark.parametrize("policy, count", POLICIES.values(), ids=POLICIES)
-def test_remat(policy, count):
+def test_remat(policy, count, with_biases):
     sizes = SIZES["unaligned"]
     given = arguments(jnp.float32, sizes, poison=False)
+    given += map(jnp.nan_to_num, biases(sizes)) if with_biases else []
     function = functools.partial(experts, sizes=sizes)
     again = jax.checkpoint(function, policy=policy)
     assert_close(gradients(again, given), gradients(function, given))
-    assert len(products_of(jax.value_and_grad(loss_of(again), range(4)), given)[0]) == count
+    step = jax.value_and_grad(loss_of(again), range(len(given)))
+    assert len(products_of(step, given)[0]) == count + 2 * with_biases
 
 
 def test_scan_over_layers():
@@ -288,15 +357,18 @@ def test_vmap(shared):
     assert_close(got, (values.sum(), tuple(summed)), rtol=1e-4)
 
 
-def test_second_derivatives():
+@pytest.mark.parametrize("with_biases", [False, True])
+def test_second_derivatives(with_biases):
     sizes = SIZES["unaligned"]
     given = arguments(jnp.float32, sizes, poison=False)
+    given += map(jnp.nan_to_num, biases(sizes)) if with_biases else []
+    numbers = range(len(given))
 
     def of_gradient(function):
-        of_first = jax.grad(loss_of(functools.partial(function, sizes=sizes)), range(4))
+        of_first = jax.grad(loss_of(functools.partial(function, sizes=sizes)), numbers)
         return lambda *given: sum(jnp.sum(jnp.sin(g)) for g in of_first(*given))
 
-    got, want = (jit(jax.grad(of_gradient(f), range(4)))(*given) for f in (experts, plain))
+    got, want = (jit(jax.grad(of_gradient(f), numbers))(*given) for f in (experts, plain))
     assert_close(got, want, rtol=2e-4)
 
 
@@ -347,13 +419,26 @@ SHARDED = {
 }
 
 
+# And of the biases.
+SHARDED_BIASES = {
+    "rows": (jax.P(), jax.P()),
+    "hidden features": (jax.P(None, "data"), jax.P()),
+    "width of weights": (jax.P(), jax.P(None, "data")),
+    "width of rows": (jax.P(), jax.P()),
+}
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("specs", SHARDED.values(), ids=SHARDED)
-def test_sharded_arguments(specs, kind):
+@pytest.mark.parametrize("with_biases", [False, True])
+@pytest.mark.parametrize("cut", SHARDED)
+def test_sharded_arguments(cut, kind, with_biases):
     """Rows of all experts and weights are cut over a mesh axis; gradients are cut as their arguments are."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType[kind],), devices=jax.devices()[:2])
-    sizes = SIZES["unaligned"]
+    sizes, specs = SIZES["unaligned"], SHARDED[cut]
     given = arguments(jnp.float32, sizes, rows=40, poison=False)
+    if with_biases:
+        given += map(jnp.nan_to_num, biases(sizes))
+        specs += SHARDED_BIASES[cut]
     want = gradients(functools.partial(plain, sizes=sizes), given)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
@@ -390,6 +475,11 @@ def called(**changes):
         ({"w_gate_up": (3, 8, 3, 10)}, ValueError, r"\(3, 8, 3, 10\); .* it must be \(3, 8, 2, 10\)"),
         ({"w_gate_up": [(3, 8, 10)] * 3}, ValueError, r"w_gate_up are arrays of shapes .* two arrays of 3 axes"),
         ({"w_gate_up": [(8, 10)] * 2}, ValueError, r"w_gate_up are arrays of shapes \(8, 10\), \(8, 10\)"),
+        ({"up_bias": (3, 10)}, ValueError, r"up_bias has shape \(3, 10\); beside x \(6, 8\) it must be \(3, 20\)"),
+        ({"up_bias": (3, 20, 1)}, ValueError, r"up_bias has shape \(3, 20, 1\); .* it must be \(3, 2, 10\)"),
+        ({"down_bias": (10,)}, ValueError, r"down_bias has shape \(10,\); beside x \(6, 8\) it must be \(3, 8\)"),
+        ({"down_bias": jnp.ones((3, 8), jnp.int32)}, TypeError, "down_bias has dtype int32"),
+        ({"activation": clipped}, TypeError, "clipped cannot be called with one array, the gate; .* of_both=True"),
         ({"row_scale": (6, 1)}, ValueError, r"row_scale has shape \(6, 1\); beside x \(6, 8\) it must be \(6,\)"),
         (
             {"group_sizes": jnp.ones(4, jnp.int32)},

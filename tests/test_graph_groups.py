@@ -13,7 +13,7 @@ from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.evaluate import evaluate
 from coda_jax.graph.function import graph_of
 from coda_jax.graph.plan import Plan
-from coda_jax.graph.values import Leaf, Product, mapped
+from coda_jax.graph.values import ForEachRow, Leaf, Product, mapped
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
@@ -97,6 +97,33 @@ def test_sums_over_rows_are_of_all_groups():
     of_columns, of_rows = mapped(lambda z: (jnp.sum(z, axis=0), jnp.sum(z, axis=1)), z)
     plan = Plan([of_columns, of_rows])
     assert plan.by_xla == [of_columns] and set(plan.steps[0].stores) == {z, of_rows}
+
+
+def test_a_vector_of_each_group_is_an_operand_beside_its_groups_alone():
+    """Beside other groups, or none, a pass takes the rows."""
+    shapes = ((ROWS, D), (GROUPS, D, F), (GROUPS, F), (D, F))
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    arrays += [jnp.array(sizes, jnp.int32) for sizes in ((20, 0, 13, 15), (8, 8, 9, 23))]
+
+    def shifted(x, up, bias, plain, sizes, others):
+        rows = ForEachRow(bias, sizes, ROWS)
+        own, other, none = (Product(x, up, groups=sizes), Product(x, up, groups=others), Product(x, plain))
+        return [mapped(lambda z, b: jnp.tanh(z + b), z, rows) for z in (own, other, none)]
+
+    graph = graph_of(shifted, arrays, dtype=jnp.float32)
+    read = [[isinstance(x, ForEachRow) for x in graph.plan.operands(i)] for i in range(3)]
+    assert read == [[True], [], []] and len([x for x in graph.plan.by_xla if x.is_tile]) == 2
+    known = dict(zip(graph.leaves, arrays, strict=True))
+    want = evaluate(graph.outputs, known, jnp.float32)
+    assert_close(jax.jit(graph)(*arrays), want, 1e-5)
+    rows = jnp.repeat(arrays[2], arrays[4], axis=0, total_repeat_length=ROWS)
+    assert_close(want[2], jnp.tanh(arrays[0] @ arrays[3] + rows), 1e-5)
+
+    def plain(*given):
+        return evaluate(graph.outputs, dict(zip(graph.leaves, given, strict=True)), jnp.float32)
+
+    found, expected = (jax.jit(jax.grad(total(f), (0, 1, 2, 3)))(*arrays) for f in (graph, plain))
+    assert_close(found, expected, 1e-4)
 
 
 def test_mistakes():

@@ -2,6 +2,7 @@
 
     y = a b               da = dy b^T, db = a^T dy      two products, written as the layouts of a and b have them
     y = f(x_1, ..., x_n)  dx_i of jax.vjp of f, or f's own pullback: a map of the inputs, of y, and of dy
+    y = each row's x      1^T dy of each group's rows: a product
     y = a8 b8 / (s t)     the same of dy rounded to 8 bits, where a library's rule rounds a and b
     results of a call     jax.vjp of its function: a call of what that keeps, and of the results' cotangents
     several users         their cotangents' sum: a map
@@ -24,7 +25,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue import is_linear
-from coda_jax.epilogue.dtypes import is_of_8_bits
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph import rounded
 from coda_jax.graph.calls import Call, Result, pulled_back
@@ -32,6 +33,7 @@ from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.plan import program_beside
 from coda_jax.graph.pullbacks import inner_product
 from coda_jax.graph.values import (
+    ForEachRow,
     Leaf,
     Map,
     Product,
@@ -156,6 +158,8 @@ def _input_cotangents(
             return zip((y.a, y.b), factor_cotangents, strict=True)
         case Turned(inputs=(x,)):
             return [(x, turned(dys[0]))]
+        case ForEachRow(inputs=(x, _)):
+            return [(x, _sums_of_groups(dys[0], ys[0].groups))]
         case Map(pullback=None):
             return _map_cotangents([y for y in ys if isinstance(y, Map)], dys, varies)
         case Map() as y:
@@ -187,6 +191,18 @@ def _product_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
     db = product(a, dy, transpose_a=not y.transpose_a, like=b)
     db.spec_of_a = y.spec_of_a
     return da, db
+
+
+def _sums_of_groups(dy: Value, groups: Value) -> Value:
+    """The sums of dy (M, N) over the rows of each group, (G, N): one row of the product of ones with them.
+
+    Not a scatter with additions: the sums have one order. A kernel wants rows of 16 bytes, hence 8 columns of ones.
+    """
+    ones: Value = mapped(lambda: jnp.ones((dy.shape[0], 8), FLOAT32), derived="ones")
+    product = Product(ones, dy, transpose_a=True, groups=groups)
+    product.is_wide = True
+    sums: Value = mapped(lambda sums: sums[:, 0], product, derived="sums of groups")
+    return sums
 
 
 def recovered(x: Value) -> Value:

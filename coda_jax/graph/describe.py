@@ -54,6 +54,8 @@ def not_local(value: Value) -> str:
     shapes = list(dict.fromkeys([*(x.shape for x in tiles), value.shape]))
     if any(program_beside(value, shape) is not None for shape in shapes if len(shape) == 2):
         return ""
+    if len(value.shape) > 2:
+        return "it has a matrix of each group"
     if not any(fits_beside(x, value) for x in tiles):
         return "it joins tiles of other widths, or takes them apart"
     return reason_beside(value, value.shape).partition(": ")[2]

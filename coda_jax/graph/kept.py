@@ -9,7 +9,7 @@ from typing import Any
 
 from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import remembered
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, reachable
+from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, inputs_read, reachable
 
 
 def kept_values(
@@ -135,7 +135,9 @@ def is_of_leaves(value: Value) -> bool:
 
 @remembered
 def _is_of_vectors(value: Value) -> bool:
-    """True for a vector computed from vectors and scalars among the leaves alone."""
+    """True for a vector computed from vectors and scalars among the leaves alone, also for one of each group."""
+    if isinstance(value, ForEachRow):
+        return is_of_leaves(value)
     return isinstance(value, Leaf | Map) and not value.is_tile and all(map(_is_of_vectors, inputs_read(value)))
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coda_jax.epilogue.groups import RowGroups, group_offsets
 from coda_jax.graph.author import Computed, Value, mapped_values
 from coda_jax.graph.rounded import Recipe
-from coda_jax.graph.values import Product, kept_weight
+from coda_jax.graph.values import ForEachRow, Product, kept_weight
 
 
 def fused(
@@ -76,6 +77,19 @@ def grouped_product(x: Value, w: Value, group_sizes: Value, *, keep_weights: boo
     if w._plain is not None:
         flat._plain = w._plain.reshape(flat.shape)
     return x.ragged_dot(flat, group_sizes)
+
+
+def for_each_row(x: Value, group_sizes: Value, rows: Any) -> Value:
+    """The row of x (G, N), or (G, 2, F), that each of these rows, sorted by group, has: (rows, N).
+
+    In the epilogue of a product of these groups it costs no array. Its cotangent is summed over the rows of each group.
+    """
+    plain = None
+    if x._plain is not None:
+        groups = RowGroups.of(group_offsets(group_sizes._array(), rows), rows)
+        plain = groups.for_each_row(x._plain.reshape(x.shape[0], -1))
+    node = x._viewed((x.shape[0], math.prod(x.shape[1:])))
+    return Computed(x._trace, ForEachRow(node, group_sizes._node, rows), plain)
 
 
 def joined(arrays: Sequence[Value]) -> Value:

@@ -30,7 +30,7 @@ from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.attended import is_attended, may_join
 from coda_jax.graph.calls import Result
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, inputs_read, is_float, reachable
+from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, inputs_read, is_float, reachable
 
 # The most instructions of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048)
 # @ (2048, 8192) on an H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, 2 % slower at 513.
@@ -137,6 +137,8 @@ class Plan:
         if isinstance(value, Result):
             return False
         assert isinstance(value, Map)
+        if not _is_of_groups(value, product):
+            return False
         tiles = [x for x in value.inputs if x.is_tile and not self._may_be_table(x, product)]
         if not all(fits_beside(x, product) for x in tiles) or not is_local(value, product.shape):
             return False
@@ -183,7 +185,8 @@ class Plan:
         self._in_memory[value] = None
         if value in self._epilogue:
             for x in self._read([value], self._epilogue[value]):
-                self._ask(x)
+                for of in x.inputs if self.is_by_group(x) else [x]:
+                    self._ask(of)
         else:
             for x in value.inputs:
                 self._ask_for_pass(x)
@@ -278,8 +281,13 @@ class Plan:
             return False
         if self._epilogue.get(value) == step:
             return not self.place[value].after
-        tiles = [x for x in (*value.inputs, value) if x.is_tile]
-        return self.is_inlined(value) and all(fits_beside(x, self.steps[step].product) for x in tiles)
+        product, tiles = self.steps[step].product, [x for x in (*value.inputs, value) if x.is_tile]
+        is_beside = _is_of_groups(value, product) and all(fits_beside(x, product) for x in tiles)
+        return self.is_inlined(value) and is_beside
+
+    def is_by_group(self, value: Value) -> bool:
+        """True for a vector of each group that an epilogue reads as it is, and not as each row has it."""
+        return isinstance(value, ForEachRow) and value not in self.given
 
     def _attach(self, factors: Sequence[Value]) -> None:
         """Assigns maps of values in memory to earlier epilogues that read these values anyway."""
@@ -341,6 +349,12 @@ def _takes_halves(program: Program) -> bool | None:
     if program.halves.head or program.columns:
         return False
     return True if program.halves.count > 1 else None
+
+
+def _is_of_groups(value: Value, product: Product) -> bool:
+    """True if the product has the groups of all vectors by group that a map reads."""
+    vectors = (x for x in value.inputs if isinstance(x, ForEachRow))
+    return all(x.groups is product.groups and not product.transpose_a for x in vectors)
 
 
 def is_of_tile(value: Value, product: Value) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from coda_jax.epilogue import ByGroup
 from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.rounding import rounded
 from coda_jax.epilogue.values import same_shape, same_size
@@ -23,7 +24,7 @@ from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
 from coda_jax.graph.unflattened import Unflattened
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable, source_of
+from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, is_float, reachable, source_of
 from coda_jax.jaxprs.source_lines import at_line_of
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, Parts, product
@@ -38,7 +39,7 @@ from coda_jax.primitives.mesh_types import (
 _Arguments = tuple[  # of `product`
     Parts,
     Parts,
-    list[Parts],
+    list[Parts | ByGroup],
     Callable[..., Any] | None,
     Callable[[Any], list[np.dtype[Any]]],
     Options,
@@ -178,8 +179,10 @@ class _Run:
         return made[value]
 
     def _input(self, value: Value) -> Part | Pieces:
-        """A value in memory, as a matrix whose axes may be several of its array."""
+        """A value in memory, as a matrix whose axes may be several of its array; one of each group as it is."""
         halves, arrays = has_halves(value), self.in_parts(value)
+        if halves and isinstance(value, Product) and len(value.shape) > 2:
+            return reshaped_as(arrays[0], value.shape)
         rows = self.rows if self.rows and has_rows(value) else arrays[0].shape[:1] if halves else ()
         parts = [Unflattened(x, tuple(rows), halves) if rows else x for x in arrays]
         return Pieces(parts) if len(parts) > 1 else parts[0]
@@ -278,8 +281,10 @@ class _Run:
         rows = max(len(self.rows), 1)
         return tuple(value.spec[:rows]) if value.spec is not None and any(value.spec[rows:]) else None
 
-    def _as_operand(self, value: Value, spec: Sequence[Any] | Constraint | None, b: Parts) -> Parts:
+    def _as_operand(self, value: Value, spec: Sequence[Any] | Constraint | None, b: Parts) -> Parts | ByGroup:
         """Beside b in pieces of the columns, pieces too where these are how a pass makes it."""
+        if self.plan.is_by_group(value):
+            return ByGroup(self.known(value.inputs[0]))
         parts = self.in_parts(value) if isinstance(b, list) and value.is_tile else []
         if isinstance(b, list) and [x.shape[-1] for x in parts] == [x.shape[-1] for x in b]:
             return parts
@@ -288,14 +293,14 @@ class _Run:
         is_column = not value.is_tile and has_rows(value)
         return _with_rows(x, spec, None) if spec is not None and is_column else x
 
-    def _alongside(self, of: Product, value: Value, x: Parts) -> Parts:
+    def _alongside(self, of: Product, value: Value, x: Parts | ByGroup) -> Parts | ByGroup:
         """An operand with as many axes of rows as the product beside it: a product of other factors may have M rows."""
         same_rows = len(value.shape) == 2 and same_size(value.shape[0], of.shape[-2])
         if not self.rows or not same_rows or not isinstance(x, jax.Array) or has_rows(value) == has_rows(of):
             return x
         return reshaped_as(x, (*self.rows, value.shape[1]) if has_rows(of) else value.shape)
 
-    def _options(self, step: Step, a: Parts, b: Parts, operands: Mapping[Value, Parts]) -> Options:
+    def _options(self, step: Step, a: Parts, b: Parts, operands: Mapping[Value, Parts | ByGroup]) -> Options:
         of = step.product
         ragged = None if of.groups is None else Dimension.K if of.transpose_a else Dimension.M
         k_axes = len(self.rows) if self.rows and self._sums_rows(of) else 1
@@ -411,7 +416,8 @@ def _structure(
     """A key that is equal for epilogues that compute the same."""
     known = [product, *operands]
     numbers = {value: i for i, value in enumerate(known)}
-    made: list[Hashable] = [tuple(is_of_rows(x) for x in operands), dtypes.get(product)]
+    kinds = tuple((is_of_rows(x), isinstance(x, ForEachRow)) for x in operands)
+    made: list[Hashable] = [kinds, dtypes.get(product)]
     for value in reachable(stores, known):
         if value not in numbers:
             numbers[value] = len(numbers)

@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits, row_of
+from coda_jax.epilogue.groups import RowGroups, group_offsets
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.constraint import Constraint
@@ -303,6 +304,30 @@ def _made_of(value: Value, inputs: Sequence[Value]) -> frozenset[np.dtype[Any] |
         return frozenset().union(*(x.made_of for x in tiles if x.shape[-1] == widest)) or Value.made_of
     alike = [x.made_of for x in inputs if len(x.shape) > 1 and x.shape == value.shape]  # one row, or one column
     return frozenset().union(*alike) or frozenset({np.dtype(FLOAT32)})
+
+
+class ForEachRow(Map):
+    """The row of x (G, N) that each of M rows in groups has, (M, N); zeros for rows in no group.
+
+    The epilogue of a product of these groups reads x itself, for it is a vector of columns, another for each group, and
+    no tile. A pass of XLA's takes the rows.
+
+    Attributes:
+      groups: (G,) int32, how many rows each group has.
+    """
+
+    def __init__(self, x: Value, groups: Value, rows: Any):
+        def taken(x: jax.Array, sizes: jax.Array) -> jax.Array:
+            return RowGroups.of(group_offsets(sizes, rows), rows).for_each_row(x)
+
+        body = _body(lambda *arrays: [taken(*arrays)], [x.type, groups.type], "for_each_row")
+        inputs = (x, groups)
+        super().__init__(body, inputs, origin=Function(body, inputs, "for_each_row", is_stated=False))
+        self.groups, self.is_pass, self.made_of = groups, True, frozenset({np.dtype(FLOAT32)})
+
+    @property
+    def is_tile(self) -> bool:
+        return False
 
 
 class Turned(Value):

@@ -32,31 +32,34 @@ class gated:
         dgate = activation'(gate) * up * dh,   dup = activation(gate) * dh
 
     Args:
-      activation: an elementwise function of one float32 array.
+      activation: an elementwise function of one float32 array; with of_both of two.
+      of_both: whether the result is activation(gate, up), as of gpt-oss's experts.
 
     Raises:
-      TypeError: activation is no function of one array.
+      TypeError: activation is no function of so many arrays, or is itself gated.
     """
 
-    activation: Activation
+    activation: Callable[..., jax.Array]
+    of_both: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.activation):
-            raise TypeError(f"gated: activation = {self.activation!r}; it must be a function")
+        if not callable(self.activation) or isinstance(self.activation, gated):
+            raise TypeError(f"gated: activation = {self.activation!r}; it must be a function, and not gated itself")
         try:
-            inspect.signature(self.activation).bind(None)
+            inspect.signature(self.activation).bind(*[None] * (1 + self.of_both))
         except ValueError:  # it says nothing of its arguments
             pass
         except TypeError:
             name = getattr(self.activation, "__name__", self.activation)
-            raise TypeError(
-                f"gated: activation = {name} cannot be called with one array, the gate; it must be a function of that, "
-                "by which up is multiplied. A function of both is a map of a coda.block: (x @ w).map(f)"
-            ) from None
+            taken, rule = "one array, the gate", "it must be a function of that, by which up is multiplied. A function "
+            rule += "of gate and up wants of_both=True"
+            if self.of_both:
+                taken, rule = "two arrays, gate and up", "with of_both=True it must be a function of both"
+            raise TypeError(f"gated: activation = {name} cannot be called with {taken}; {rule}") from None
 
     def __call__(self, z: jax.Array) -> jax.Array:
         gate, up = jnp.split(z, 2, axis=1)
-        return self.activation(gate) * up
+        return self.activation(gate, up) if self.of_both else self.activation(gate) * up
 
 
 def activated(z: jax.Array, bias: jax.Array | None = None, *, activation: Activation) -> jax.Array:

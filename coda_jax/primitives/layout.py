@@ -14,6 +14,7 @@ from coda_jax.primitives.mesh_types import (
     axes_of_dimension,
     explicit_cuts,
     explicit_sharding,
+    mesh_axes_of,
     partition_spec,
     placed,
     placed_alike,
@@ -89,8 +90,10 @@ def laid_out(
     row_axes = frozenset(name for names in rows.mesh_axes for name in names)
     by_shape = [i for i in range(len(operands)) if i not in by_group]  # operands that may be tiles
     for i, pieces in enumerate(operands):
-        gathered = _vector_beside_rows if i in by_shape else _with_all_groups
-        operands[i] = [gathered(x, row_axes) for x in pieces]
+        if i in by_shape:
+            operands[i] = [_vector_beside_rows(x, row_axes) for x in pieces]
+        else:
+            operands[i] = [_with_all_groups(x, row_axes | _asked_row_axes(options, len(rows.sizes))) for x in pieces]
     if options.out_sharding is not None:
         sizes = columns.sizes if len(b) == 1 or len(a) > 1 else (sum(x.shape[along[1]] for x in b),)
         for i in by_shape:
@@ -110,6 +113,12 @@ def laid_out(
 def _vector_beside_rows(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
     is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
     return without_axes(x, x.ndim - 1, row_axes) if is_vector and row_axes else x
+
+
+def _asked_row_axes(options: CallOptions, count: int) -> frozenset[str]:
+    """The mesh axes that shard the product's `count` axes of rows, where the options give its sharding."""
+    spec = () if options.out_sharding is None else options.out_sharding.spec
+    return frozenset(axis for axes in mesh_axes_of(spec, count) for axis in axes)
 
 
 def _with_all_groups(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
