@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -28,6 +29,21 @@ def squared_relu(x: jax.Array) -> jax.Array:
 def soft_capped(x: jax.Array, *, soft_cap: float) -> jax.Array:
     """soft_cap tanh(x / soft_cap), of scores and logits in Gemma 2 (arXiv 2408.00118)."""
     return soft_cap * jnp.tanh(x / soft_cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSwiGLU:
+    """(up + 1) gate sigmoid(alpha gate) of gate = min(gate, limit) and up in [-limit, limit]: gpt-oss's gate of both.
+
+    `coda_jax.gated(ClippedSwiGLU(), of_both=True)` is an activation of experts.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -22,7 +22,7 @@ from flax_layers.packing import Segments
 from flax_layers.remat import CONTEXT, named
 
 # A function is called as jax.nn.dot_product_attention is, f(q, k, v, mask=, is_causal=, local_window_size=), and with
-# segment_ids= where that is a parameter of it, scale=, soft_cap= and bias= where they are given: see `attend`.
+# segment_ids= where that is a parameter of it, scale=, soft_cap=, sinks= and bias= where they are given: see `attend`.
 Implementation = Literal["xla", "cudnn"] | Callable[..., jax.Array]
 
 
@@ -38,6 +38,7 @@ def attend(
     bias: jax.Array | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     cache: KVCache | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
@@ -55,13 +56,17 @@ def attend(
     With soft_cap, as in Gemma 2, scores are soft_cap tanh(scale q k^T / soft_cap), by `coda.attention(score=)` with any
     implementation but a function, which has it as soft_cap=.
 
+    With sinks, as in gpt-oss, a row's softmax has one term more in its sum, exp(sinks[h]), of a key without a value. It
+    is `coda.attention`'s or a given function's, with sinks=; of a token alone, or with implementation="xla",
+    `coda.attention`'s by XLA.
+
     A function as `implementation` is called with all arrays in four axes, q (B, T, H, Dh), k and v (B, T, Hkv, Dh), and
         mask: the boolean mask, broadcastable to (B, H, T, T), or None.
         is_causal: as here.
         local_window_size: (sliding_window - 1, 0), or None.
         segment_ids: (B, T) int32, rising by 1 from each segment to the next, or None. A function without a parameter of
             this name gets the segments in its mask; with it no array (T, T) is made.
-        scale, soft_cap, bias: as here, each only where it is given.
+        scale, soft_cap, bias, sinks: as here, each only where it is given.
     It scales by 1 / sqrt(Dh) by default, returns an array of q's shape and dtype, and is differentiated by JAX.
 
     Args:
@@ -70,6 +75,7 @@ def attend(
       is_causal, sliding_window, segment_ids, mask, bias: as in Attention.
       scale: of scores; default 1 / sqrt(Dh).
       soft_cap: of scores; default none.
+      sinks: (H,) floats; default none.
       cache: earlier keys and values, to which k and v are appended. Over a cache that is not empty a token alone, and
         all tokens with an implementation, attend by XLA with a mask: that is bound by reading the cache.
       implementation: as in Attention.
@@ -81,12 +87,13 @@ def attend(
     Raises:
       ValueError: segment_ids, mask or bias of another shape, segment_ids that are not integers or beside keys of
         another text, a function that returns another shape or dtype than q's, a window without is_causal, or a cache
-        beside a mask, a bias, segments or attention that is not causal; implementation="cudnn" beside a soft_cap.
+        beside a mask, a bias, segments or attention that is not causal; implementation="cudnn" beside a soft_cap or
+        sinks; sinks beside a soft_cap.
       TypeError: a mask that is not boolean, or a bias that is not of floats.
     """
     if sliding_window is not None and not is_causal:
         raise ValueError(f"{sliding_window=} reaches back from a causal query: is_causal must be True")
-    check_implementation(implementation, soft_cap)
+    check_implementation(implementation, soft_cap, has_sinks=sinks is not None)
     score_shape = checked_shapes(q, k, segment_ids, {"mask": mask, "bias": bias})
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     if cache is not None:
@@ -94,18 +101,19 @@ def attend(
             raise ValueError("a cache is for causal attention, without mask, bias and segment_ids")
         empty, cache = cache.length is None, cache.append(k, v)
         if not empty:
-            return _over_cache(q, cache, sliding_window, options, implementation), cache
+            return _over_cache(q, cache, sliding_window, options, sinks, implementation), cache
     segments = None if segment_ids is None else Segments.of(segment_ids)
-    extras = {"mask": mask, "bias": bias, "segment_ids": None if segments is None else segments.ids}
+    ids = None if segments is None else segments.ids
+    extras = {"mask": mask, "bias": bias, "segment_ids": ids, "sinks": sinks}
     if callable(implementation):
         function_options = {name: x for name, x in options.items() if x is not None}
         by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, function_options)
         return named(_on_explicit_shards(by_function, q, k, v, extras), CONTEXT), cache
     if implementation is None and soft_cap is None:
         implementation = _implementation(q, k, is_causal, sliding_window, extras)
-    if implementation is None or soft_cap is not None:
+    if implementation is None or soft_cap is not None or sinks is not None:
         masks: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "mask": mask}
-        masks |= {"segments": segments, "bias": bias}
+        masks |= {"segments": segments, "bias": bias, "sinks": sinks}
         return _by_coda(q, k, v, implementation=implementation, **options, **masks), cache
     return _by_jax(q, k, v, extras, scale, is_causal, sliding_window, implementation, score_shape), cache
 
@@ -122,19 +130,20 @@ def _by_coda(
     segments: Segments | None = None,
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     query_offset: jax.Array | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Attention by `coda.attention`, which names its result for policies."""
     seen: Any = mask
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"return_residual": sinks is not None}
     if soft_cap is not None:
         options["score"] = functools.partial(soft_capped, soft_cap=soft_cap)
     if segments is not None and mask is None:
         seen = coda.Intervals(segments.first, segments.last)
     elif segments is not None:
         options["segment_ids"] = segments.ids
-    y: jax.Array = coda.attention(
+    y: Any = coda.attention(
         q,
         k,
         v,
@@ -147,7 +156,15 @@ def _by_coda(
         implementation=implementation,
         **options,
     )
-    return y
+    return y if sinks is None else _with_sinks(y[0], y[1], sinks)
+
+
+def _with_sinks(y: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Mixed values (..., H, Dh) whose softmax has a sink in its sum.
+
+    That is y exp(lse) / (exp(lse) + exp(sinks)), lse (..., H) the logarithm of the sum without it.
+    """
+    return (y * jax.nn.sigmoid(lse - sinks.astype(lse.dtype))[..., None]).astype(y.dtype)
 
 
 def _window(sliding_window: int | None) -> tuple[int, int] | None:
@@ -177,7 +194,7 @@ def _by_jax(
     options: dict[str, Any] = {"scale": scale, "is_causal": is_causal}
     options |= {"local_window_size": window, "implementation": implementation}
 
-    def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, _: None) -> jax.Array:
+    def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, *_: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, bias=bias, **options)
 
     y = _on_explicit_shards(dot_product, q, k, v, {"mask": mask, "bias": bias})
@@ -217,6 +234,7 @@ def _over_cache(
     cache: KVCache,
     sliding_window: int | None,
     options: dict[str, Any],
+    sinks: jax.Array | None,
     implementation: Implementation | None,
 ) -> jax.Array:
     """Attention of the last tokens to all that a cache holds: of several by `coda.attention`, of one by XLA."""
@@ -224,14 +242,14 @@ def _over_cache(
     count: Any = q.shape[1]
     if implementation is None and isinstance(count, int) and count > 1:
         masks: dict[str, Any] = {"is_causal": True, "sliding_window": sliding_window}
-        return _by_coda(q, cache.k, cache.v, query_offset=cache.length - count, **options, **masks)
+        return _by_coda(q, cache.k, cache.v, query_offset=cache.length - count, sinks=sinks, **options, **masks)
     slots = jnp.arange(cache.capacity)
     queries = (cache.length[:, None] - count + jnp.arange(count))[:, :, None]
     seen = slots <= queries
     if sliding_window is not None:
         seen &= slots > queries - sliding_window
-    if options["soft_cap"] is not None:
-        masks = {"is_causal": False, "sliding_window": None, "mask": seen[:, None]}
+    if options["soft_cap"] is not None or sinks is not None:
+        masks = {"is_causal": False, "sliding_window": None, "mask": seen[:, None], "sinks": sinks}
         return _by_coda(q, cache.k, cache.v, implementation="xla", **options, **masks)
 
     def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, *_: None) -> jax.Array:
@@ -267,7 +285,7 @@ def _on_explicit_shards(
     v: jax.Array,
     extras: dict[str, jax.Array | None],
 ) -> jax.Array:
-    """function(q, k, v, mask, bias, segment_ids), on each device for its rows and heads if explicit axes shard them.
+    """function(q, k, v, mask, bias, segment_ids, sinks), on each device for its rows and heads that explicit axes cut.
 
     cuDNN's call does not carry such axes: its result would have the type of an unsharded array on every device. Sharded
     positions are gathered. Where heads of queries have more shards than there are key heads, each device has the key
@@ -278,7 +296,7 @@ def _on_explicit_shards(
         "q": q,
         "k": k,
         "v": v,
-        **{name: extras.get(name) for name in ("mask", "bias", "segment_ids")},
+        **{name: extras.get(name) for name in ("mask", "bias", "segment_ids", "sinks")},
     }
     if not any((*rows, heads)):
         return function(*arrays.values())
@@ -294,6 +312,8 @@ def _on_explicit_shards(
     specs |= {name: mask_spec(arrays[name]) for name in ("mask", "bias") if arrays[name] is not None}
     if arrays["segment_ids"] is not None:
         specs["segment_ids"] = PartitionSpec(*(axes or None for axes in rows), None)
+    if arrays["sinks"] is not None:
+        specs["sinks"] = PartitionSpec(heads or None)
     resharded = {name: placed(arrays[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
 
     def on_shard(shards: dict[str, jax.Array]) -> jax.Array:
@@ -325,6 +345,7 @@ def _by_function(
     mask: jax.Array | None,
     bias: jax.Array | None,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """A user's attention, which `attend` describes."""
     original = q
@@ -332,6 +353,8 @@ def _by_function(
         q, k, v = q[None], k[None], v[None]
         segment_ids = None if segment_ids is None else segment_ids[None]
     options = dict(extra_options)
+    if sinks is not None:
+        options["sinks"] = sinks
     if bias is not None:
         options["bias"] = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     if "segment_ids" in inspect.signature(function).parameters:
@@ -399,7 +422,7 @@ def _implementation(
         return "xla"
     # Not lax.platform_dependent: tracing the cuDNN branch needs cuDNN, and the residuals of both branches would be
     # allocated.
-    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16):
+    if jax.default_backend() != "gpu" or q.dtype not in (jnp.bfloat16, jnp.float16) or extras["sinks"] is not None:
         return None
     if q.shape[-1] % 8 or q.shape[-1] > _widest_head():
         return None

@@ -46,6 +46,9 @@ class Attention(nnx.Module):
     over all heads at once, as in OLMo 2. No tile has an entire row, so that is one pass over q and one over k, after
     products of their own, which have separate kernels then.
 
+    With use_sinks, as in gpt-oss, exp(sinks[h]) is a term in the sum of each row's softmax, so that a query may attend
+    to nothing.
+
     Attention is `coda.attention`. With soft_cap, as in Gemma 2, scores s become soft_cap tanh(s / soft_cap), by its
     score function.
 
@@ -73,6 +76,7 @@ class Attention(nnx.Module):
       sliding_window: how many positions a position sees, itself and those before; default all. Needs is_causal.
       scale: of scores; default 1 / sqrt(Dh).
       soft_cap: of scores; default none.
+      use_sinks: whether heads have sinks, the parameter `sinks` (H,), at first 0. Not beside a soft_cap.
       dtype: compute dtype; default the promotion of input and kernels.
       param_dtype: storage dtype of the kernels, `out.kernel` (H Dh, D) among them.
       kernel_init: initialiser of both.
@@ -85,8 +89,8 @@ class Attention(nnx.Module):
 
     Raises:
       ValueError: head counts that do not divide, an odd head_dim, another qk_norm, a scale, soft_cap or rope_theta
-        that is not finite and above 0, a partial_rotary_factor that turns no pairs, a rope_scaling without frequencies
-        for this head, or a sliding_window below 1 or without is_causal.
+        that is not finite and above 0, sinks beside a soft_cap or cuDNN, a partial_rotary_factor that turns no pairs,
+        a rope_scaling without frequencies for this head, or a sliding_window below 1 or without is_causal.
       TypeError: an argument that must be a number and is none, or a rope_scaling that is no RotaryScaling.
     """
 
@@ -110,6 +114,7 @@ class Attention(nnx.Module):
         sliding_window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
+        use_sinks: bool = False,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
@@ -134,7 +139,7 @@ class Attention(nnx.Module):
         for name, value in (("scale", scale), ("soft_cap", soft_cap)):
             if value is not None:
                 check_positive_argument(name, value)
-        check_implementation(implementation, soft_cap)
+        check_implementation(implementation, soft_cap, has_sinks=use_sinks)
         separate_qkv = separate_qkv or qk_norm == "width"
         linear = partial(Linear, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, fp8=fp8, rngs=rngs)
         if separate_qkv:
@@ -150,6 +155,7 @@ class Attention(nnx.Module):
         counts = (num_heads, num_kv_heads) if qk_norm == "width" else (1, 1)
         self.q_norm = norm(counts[0] * head_dim) if qk_norm else nnx.data(None)
         self.k_norm = norm(counts[1] * head_dim) if qk_norm else nnx.data(None)
+        self.sinks: Any = nnx.Param(jnp.zeros((num_heads,), param_dtype)) if use_sinks else nnx.data(None)
         name_parameters(self)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -267,7 +273,7 @@ class Attention(nnx.Module):
             return called(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
         q, k, v = self._query_key_value(x, angles, keys_values)
         q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
-        y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias)
+        y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias, self._sinks())
         out = joined(self.out, apart(y, reason), target)
         return out if cache is None else (out, cache)
 
@@ -331,6 +337,7 @@ class Attention(nnx.Module):
         segment_ids: Any,
         cache: KVCache | None,
         bias: Any = None,
+        sinks: Any = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """The mixed values (..., T, H Dh) of heads (..., T, H, Dh), and the longer cache."""
         q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
@@ -347,10 +354,16 @@ class Attention(nnx.Module):
             bias=bias,
             scale=scale,
             soft_cap=self.soft_cap,
+            sinks=sinks,
             cache=cache,
             implementation=self.implementation,
         )
         return constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim), cache
+
+    def _sinks(self) -> jax.Array | None:
+        """The sinks (H,), if there are any."""
+        sinks: jax.Array | None = None if self.sinks is None else self.sinks[...]
+        return sinks
 
     def _specs(self, rows: tuple[Any, ...]) -> list[jax.P] | None:
         """The shardings of q, k and v by the rules in force."""

@@ -5,7 +5,7 @@
 | batch     | B, rows of tokens         | activations                                                                |
 | length    | T, tokens of a row        | the residual stream; attention and the products see entire rows            |
 | embed     | D                         | the residual stream; every kernel; the embedding                           |
-| heads     | H Dh, or H                | queries; what attention returns; `qkv`, `query` and `out`                  |
+| heads     | H Dh, or H                | queries; what attention returns; `qkv`, `query`, `out` and `sinks`         |
 | kv_heads  | Hkv Dh, or Hkv            | keys and values; `key` and `value`                                         |
 | mlp       | F                         | the hidden activation; `gate`, `up` and `down`                             |
 | vocab     | V                         | the embedding; the head; logits                                            |
@@ -13,7 +13,7 @@
 | rank      | r                         | adapters                                                                   |
 | positions | learned positions         | their embedding                                                            |
 | layers    | layers stacked for a scan | an axis in front of a layer's parameters                                   |
-| expert    | E                         | experts' `gate_up` and `down`                                              |
+| expert    | E                         | experts' `gate_up` and `down`, and their biases                            |
 | fan_in    | H Dh, or F                | `out` and `down`: a second name of the axis that their products sum over   |
 
 An axis may have several names, ("mlp", "fan_in"): it is sharded over the mesh axes that rules give to each of them, in
@@ -50,14 +50,18 @@ PARAMETERS: dict[str, Axes] = {
     "down.kernel": (("mlp", "fan_in"), "embed"),
     "experts.gate_up": ("expert", "embed", None, "mlp"),
     "experts.down": ("expert", ("mlp", "fan_in"), "embed"),
+    "experts.gate_up_bias": ("expert", None, "mlp"),
+    "experts.down_bias": ("expert", "embed"),
     "router.kernel": ("embed", None),
     "router.bias": (None,),
+    "router.logit_bias": (None,),
     "shared_gate.kernel": ("embed", None),
     "qkv.bias": ("heads",),
     "query.bias": ("heads",),
     "key.bias": ("kv_heads",),
     "value.bias": ("kv_heads",),
     "up.bias": ("mlp",),
+    "sinks": ("heads",),
     "bias": ("norm",),
     "scale": ("norm",),
     "fp8_history": (None, None),  # each device has all maxima

@@ -92,11 +92,11 @@ def check_positive_argument(name: str, value: Any) -> None:
         raise ValueError(refusal)
 
 
-def check_implementation(implementation: Any, soft_cap: float | None) -> None:
+def check_implementation(implementation: Any, soft_cap: float | None, *, has_sinks: bool = False) -> None:
     """Checks an attention's implementation: None, "xla", "cudnn" or a function.
 
     Raises:
-      ValueError: it is none of these, or "cudnn" beside a soft_cap.
+      ValueError: it is none of these, or "cudnn" beside a soft_cap or sinks; sinks beside a soft_cap.
     """
     if not (implementation in (None, "xla", "cudnn") or callable(implementation)):
         raise ValueError(f"{implementation=} must be None, 'xla', 'cudnn' or a function")
@@ -104,6 +104,11 @@ def check_implementation(implementation: Any, soft_cap: float | None) -> None:
         raise ValueError(
             f"{soft_cap=}: cuDNN's attention by JAX has none; implementation must be None, 'xla' or a function that "
             "takes soft_cap="
+        )
+    if has_sinks and (soft_cap is not None or implementation == "cudnn"):
+        raise ValueError(
+            f"sinks beside {soft_cap=}, {implementation=}: there must be no soft cap, and another implementation than "
+            "cuDNN's, which JAX's call has without sinks"
         )
 
 

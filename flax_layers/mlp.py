@@ -138,6 +138,8 @@ class GatedMLP(_FeedForward):
         self.down = linear(hidden_features, in_features)
         name_parameters(self)
         self.separate_gate_up = separate_gate_up
+        if isinstance(activation, coda.gated):
+            raise TypeError(f"GatedMLP: {activation=}; it must be a function of the gate, by which up is multiplied")
         self.activation = activation_of(activation)
         self.dtype, self.fp8 = dtype, fp8
 

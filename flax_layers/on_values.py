@@ -254,7 +254,8 @@ def attention(
       keys_values: k and v of another text.
     """
     q, k, v = query_key_value(layer, x, angles, keys_values)
-    leaves, tree = jax.tree.flatten({"mask": mask, "segment_ids": segment_ids, "cache": cache, "bias": bias})
+    arrays = {"mask": mask, "segment_ids": segment_ids, "cache": cache, "bias": bias, "sinks": layer._sinks()}
+    leaves, tree = jax.tree.flatten(arrays)
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> Any:
         q, k, v = (in_heads(y, layer.head_dim) for y in (q, k, v))

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE against transformers: logits, loss, auxiliary loss, gradients, files both ways."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss against transformers: logits, loss, auxiliary loss, gradients, files."""
 
 import dataclasses
 import functools
@@ -29,6 +29,8 @@ SIZES = {
     "output_router_logits": True,
 }
 QWEN = {**SIZES, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GPT_OSS = {**SIZES, "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 5}
+GPT_OSS |= {"swiglu_limit": 0.5, "swiglu_alpha": 1.4}  # a limit that many elements reach
 CASES = {
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
     "mixtral_window": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, head_dim=16, sliding_window=5),
@@ -37,6 +39,11 @@ CASES = {
         **{**QWEN, "num_hidden_layers": 4}, decoder_sparse_step=2, mlp_only_layers=[3], attention_bias=True
     ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=56),
+    "gpt_oss": lambda: transformers.GptOssConfig(**GPT_OSS),
+    "gpt_oss_other": lambda: transformers.GptOssConfig(
+        **GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False},
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, 72, (2, 16))
 KEPT = np.arange(16) < np.array([[16], [11]])  # the second row ends in padding
@@ -157,6 +164,19 @@ def test_stacked_layers(case):
     apart = to_hf(ours(reference), model.config)
     for name, array in to_hf(model, model.config).items():
         np.testing.assert_array_equal(array, apart[name], err_msg=name)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "gpt_oss_other"])
+def test_decoding(case):
+    """Over a cache, token by token: by their logits for all tokens at once."""
+    reference = theirs(case)
+    want = reference(torch.from_numpy(TOKENS)).logits.detach().numpy()
+    model, tokens = ours(reference), jnp.asarray(TOKENS)
+    logits, cache = model.decode(tokens[:, :7], model.init_cache(2, 16))
+    np.testing.assert_allclose(logits, want[:, 6], atol=2e-5 * np.abs(want).max())
+    for last in (8, 9, 12):
+        logits, cache = model.decode(tokens[:, int(cache[0].length[0]) : last], cache)
+        np.testing.assert_allclose(logits, want[:, last - 1], atol=2e-5 * np.abs(want).max())
 
 
 def test_deepseek_v3_routing():

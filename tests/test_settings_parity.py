@@ -50,6 +50,7 @@ BASES = {
     "cohere2": lambda: transformers.Cohere2Config(
         **(SIZES | {"head_dim": 4}), sliding_window=5, sliding_window_pattern=2
     ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
 }
 TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flax_layers.checkpoints.hf_experts import MXFP4_REMEDY
 from flax_layers.checkpoints.hf_families import FAMILIES, NOT_HERE, Family
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.checkpoints.hf_kinds import MULTIPLIERS, model_types
@@ -32,15 +33,15 @@ _READ_APART = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "
 _READ_APART |= {"sliding_window", "layer_types", "no_rope_layers"}
 # A Gemma's fields whose defaults are not those of transformers.
 _GEMMA_SETTINGS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-_ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+_ARCHITECTURES = {"gpt_oss": "GptOssForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 
 
 def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> LlamaConfig | GPT2Config:
     """The configuration in a config.json, of one of the kinds in `flax_layers.checkpoints.hf_families`.
 
     A LlamaConfig of a Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite or SmolLM3; a MoEConfig of a Mixtral, Qwen2-MoE or
-    Qwen3-MoE; a GemmaConfig of a Gemma, Gemma 2 or text model of Gemma 3; an Olmo2Config, a CohereConfig of a Command R
-    or R7B, or a GPT2Config.
+    Qwen3-MoE, a GptOssConfig of a gpt-oss; a GemmaConfig of a Gemma, Gemma 2 or text model of Gemma 3; an Olmo2Config,
+    a CohereConfig of a Command R or R7B, or a GPT2Config.
 
     Each setting is one of ours, one that is known not to change what is computed (`flax_layers.checkpoints.hf_settings`
     lists them), or has the value that our models compute with; any other is refused.
@@ -74,6 +75,9 @@ def config_from_hf(settings: Mapping[str, Any], *, ignore: Sequence[str] = ()) -
     if model_type == "gemma" and settings.get("hidden_act") == "gelu":  # as transformers reads it
         settings["hidden_act"] = "gelu_pytorch_tanh"
     where = f"a config.json of model_type {model_type!r}"
+    stored = settings.get("quantization_config")
+    if isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4":
+        raise ValueError(f"quantization_config says that experts are in MXFP4. {MXFP4_REMEDY}")
     family.known.check(settings, where)
     code = settings.get("auto_map") or {}
     if not isinstance(code, Mapping) or any(
@@ -193,7 +197,7 @@ def _expert_settings(config: MoEConfig, settings: dict[str, Any], name: str) -> 
     written = {key: value for key, value in settings.items() if key in read}
     if config.router_z_loss_coef:  # which transformers does not know
         written["router_z_loss_coef"] = config.router_z_loss_coef
-    if name == "mixtral":
+    if name in ("mixtral", "gpt_oss"):
         written["num_local_experts"] = written.pop("num_experts")
     return written
 

@@ -3,6 +3,8 @@
     file       block_sparse_moe.experts.3.w1.weight, .w3, .w2           Mixtral: gate, up, down
                mlp.experts.3.gate_proj.weight, .up_proj, .down_proj      Qwen2-MoE and Qwen3-MoE
     memory     mlp.experts.gate_up_proj (E, 2F, D), mlp.experts.down_proj (E, D, F)        transformers 5
+    gpt-oss    mlp.experts.gate_up_proj (E, D, 2F), columns of gate and up in turn, mlp.experts.down_proj (E, F, D), and
+               their biases, in both; mlp.router.weight and .bias
 
 A balance bias is `mlp.gate.e_score_correction_bias`, as DeepSeek-V3 has it; where a file has none it begins at 0.
 """
@@ -16,10 +18,16 @@ from typing import Any
 import numpy as np
 
 from flax_layers.checkpoints.placement import Index, block_of
-from flax_layers.checkpoints.table import Entry, Part, Path
+from flax_layers.checkpoints.table import Entry, Part, Path, interleaved
+from flax_layers.models.gpt_oss import GptOssConfig
 from flax_layers.models.moe_config import MoEConfig
 
 _BIAS = "gate.e_score_correction_bias"
+MXFP4_REMEDY = (
+    "Blocks of 4 bits are not read, they must be dequantised first: transformers' AutoModelForCausalLM.from_pretrained("
+    'path, quantization_config=Mxfp4Config(dequantize=True), dtype="bfloat16").save_pretrained(folder) does, and '
+    "load_hf_folder(folder) reads that"
+)
 
 
 def is_mixtral(config: MoEConfig) -> bool:
@@ -39,6 +47,9 @@ def is_mixtral(config: MoEConfig) -> bool:
 def expert_entries(config: MoEConfig, layer: int) -> Iterator[Entry]:
     """The parameters of the MoE of a layer, with the names that files have."""
     path: Path = ("layers", layer, "mlp")
+    if isinstance(config, GptOssConfig):
+        yield from _gpt_oss_entries(config, layer, path)
+        return
     width, hidden = config.hidden_size, config.resolved_moe_intermediate_size
     mlp, gate, up, down = _names(config, layer)
 
@@ -60,6 +71,31 @@ def expert_entries(config: MoEConfig, layer: int) -> Iterator[Entry]:
         yield Entry((*path, "shared_gate", "kernel"), (kernel("shared_expert_gate", 1, width),))
 
 
+def _gpt_oss_entries(config: GptOssConfig, layer: int, path: Path) -> Iterator[Entry]:
+    mlp, experts = f"model.layers.{layer}.mlp", config.num_experts
+    width, hidden = config.hidden_size, config.resolved_moe_intermediate_size
+    parts = {
+        "gate_up": Part(f"{mlp}.experts.gate_up_proj", (experts, width, 2 * hidden), order=interleaved(2 * hidden)),
+        "gate_up_bias": Part(f"{mlp}.experts.gate_up_proj_bias", (experts, 2 * hidden), order=interleaved(2 * hidden)),
+        "down": Part(f"{mlp}.experts.down_proj", (experts, hidden, width)),
+        "down_bias": Part(f"{mlp}.experts.down_proj_bias", (experts, width)),
+    }
+    yield Entry((*path, "router", "kernel"), (Part(f"{mlp}.router.weight", (experts, width), transposed=True),))
+    yield Entry((*path, "router", "logit_bias"), (Part(f"{mlp}.router.bias", (experts,)),))
+    for name, part in parts.items():
+        yield Entry((*path, "experts", name), (part,))
+
+
+def check_dequantised(arrays: Mapping[str, Any]) -> None:
+    """Checks that experts are no MXFP4 blocks, as those of the released gpt-oss.
+
+    Raises:
+      ValueError: they are, with the remedy.
+    """
+    if blocks := next((name for name in arrays if name.endswith(("_proj_blocks", "_proj_scales"))), None):
+        raise ValueError(f"{blocks} is of experts in MXFP4. {MXFP4_REMEDY}")
+
+
 def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
     """The arrays with the names and shapes that files have; an array of all experts becomes a view for each.
 
@@ -69,6 +105,8 @@ def as_in_files(arrays: Mapping[str, Any], config: MoEConfig) -> dict[str, Any]:
       ValueError: an array of all experts of another shape than the config makes it.
     """
     result = dict(arrays)
+    if isinstance(config, GptOssConfig):
+        return result
     begins_at_zero = config.use_balance_bias and not any(name.endswith(_BIAS) for name in arrays)
     hidden, width = config.resolved_moe_intermediate_size, config.hidden_size
     for layer in filter(config.has_experts, range(config.num_hidden_layers)):

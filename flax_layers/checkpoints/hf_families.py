@@ -11,6 +11,7 @@ from flax_layers.checkpoints.settings import Known
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
 from flax_layers.models.gpt2 import GPT2Config
+from flax_layers.models.gpt_oss import GptOssConfig
 from flax_layers.models.llama import LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
@@ -68,6 +69,7 @@ NOT_HERE = frozenset(
 )
 _LLAMA_NAMES = frozenset(field.name for field in dataclasses.fields(LlamaConfig)) - NOT_HERE
 _GPT2_NAMES = frozenset(field.name for field in dataclasses.fields(GPT2Config)) - NOT_HERE
+_ORIGINAL = "original_max_position_embeddings"
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
@@ -75,11 +77,13 @@ def _rotary(
     *read: str,
     values: Mapping[str, tuple[Any, ...]] | None = None,
     harmless: Mapping[str, tuple[str, ...]] | None = None,
+    restated: Mapping[str, str] | None = None,
 ) -> Known:
     """The known settings of a family of Llamas that reads these settings beside those that all read."""
     names = _LLAMA_NAMES | {*_ROTARY, *read, "layer_types", "auto_map"}
     constants = {name: x for name, x in RESTATED.items() if isinstance(x, tuple) and "." not in name}
     fields = {name: x for name, x in RESTATED.items() if isinstance(x, str) and name not in names}
+    fields |= restated or {}
     return Known(names, {**_VALUES, **constants, **(values or {})}, {**HARMLESS, **(harmless or {})}, fields)
 
 
@@ -184,6 +188,22 @@ FAMILIES: Mapping[str, Family] = {
         },
         {"qk_norm": True},
         aliases={"num_local_experts": "num_experts"},
+    ),
+    "gpt_oss": Family(
+        GptOssConfig,
+        _rotary(
+            *(*_EXPERTS, "attention_bias", "sliding_window", "swiglu_limit", "swiglu_alpha"),
+            harmless={"what original_max_position_embeddings says too": ("initial_context_length",)},
+            restated={"experts_per_token": "num_experts_per_tok"},
+        ),
+        {
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, _ORIGINAL: 4096},
+        },
+        aliases={"num_local_experts": "num_experts"},
+        windows="pattern",
+        pattern=2,
     ),
     "phi3": Family(
         LlamaConfig,

@@ -11,6 +11,7 @@ from flax_layers.checkpoints.hf_experts import is_mixtral
 from flax_layers.checkpoints.hf_files import CONFIG
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
+from flax_layers.models.gpt_oss import GptOssConfig
 from flax_layers.models.llama_config import EXTRA_FIELDS, LlamaConfig, check_is_plain
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
@@ -29,7 +30,7 @@ def model_types(config: LlamaConfig) -> list[str]:
     """
     if config.rope_theta is None:
         raise ValueError("rope_theta=None, no rotary embedding, has no place in a config.json of a Llama or a Qwen3")
-    if isinstance(config, MoEConfig):
+    if isinstance(config, MoEConfig) and not isinstance(config, GptOssConfig):
         return _expert_model_types(config)
     kinds = next(kinds for cls, kinds in _KINDS.items() if isinstance(config, cls))
     broken = {name: _broken(config, rules) for name, rules in kinds.items()}
@@ -132,6 +133,16 @@ _KINDS: Mapping[type, Mapping[str, Sequence[_Rule]]] = {
             _Rule("layer_types", "a type for each layer", lambda config: config.layer_types is not None),
             *_NO_EXTRAS,
         ],
+    },
+    GptOssConfig: {
+        "gpt_oss": [
+            *_NO_QK_NORM,
+            *_NO_EXTRAS,
+            _Rule("layer_types", "a type for each layer", lambda config: config.layer_types is not None),
+            *_is(norm_topk_prob=True, moe_intermediate_size=None, shared_expert_intermediate_size=None),
+            *_is(scoring_func="softmax", routed_scaling_factor=1.0, n_group=None, topk_group=None),
+            *_is(use_balance_bias=False, shared_expert_gate=False),
+        ]
     },
     LlamaConfig: {
         "llama": [*_NO_QK_NORM, *_UNIFORM],

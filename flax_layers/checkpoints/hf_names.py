@@ -10,6 +10,7 @@ from flax_layers.checkpoints.table import Entry, Part, Path, interleaved
 from flax_layers.models.cohere import CohereConfig
 from flax_layers.models.gemma import GemmaConfig
 from flax_layers.models.gpt2 import GPT2Config
+from flax_layers.models.gpt_oss import GptOssConfig
 from flax_layers.models.llama import LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2Config
@@ -73,6 +74,9 @@ def _llama(config: LlamaConfig) -> list[Entry]:
             table.append(Entry((*path, "attention", "qkv", "bias"), biases))
         if config.resolved_attention_out_bias:
             table.append(Entry((*path, "attention", "out", "bias"), (Part(f"{attention}.o_proj.bias", (width,)),)))
+        if isinstance(config, GptOssConfig):
+            sinks = Part(f"{attention}.sinks", (config.num_attention_heads,))
+            table.append(Entry((*path, "attention", "sinks"), (sinks,)))
         if config.qk_norm:
             is_wide = isinstance(config, Olmo2Config)
             for x, size in (("q", queries), ("k", keys)):

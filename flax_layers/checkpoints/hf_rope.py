@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from flax_layers.checkpoints.hf_families import Family
+from flax_layers.checkpoints.hf_families import FAMILIES, Family
 from flax_layers.checkpoints.hf_settings import RESTATED
 from flax_layers.checkpoints.settings import refusal, same, without
 from flax_layers.config_checks import is_number
@@ -25,6 +25,8 @@ def read_rope(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of our configuration that say how heads are turned."""
     default_theta = family.defaults.get("rope_theta", 10000.0)
     where, rope = _rope_dictionary(settings)
+    if not any(settings.get(name) for name in ROPE):
+        rope = {**family.defaults.get("rope_scaling", {}), **rope}
     fields: dict[str, Any] = {}
     if "rope_local_base_freq" in family.known.read:
         local = settings.get("rope_local_base_freq") or family.defaults["rope_local_base_freq"]
@@ -172,4 +174,5 @@ def written_rope(kept: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         return kept | own | {"rope_parameters": dict(zip(LAYER_TYPES, (rope, local), strict=True))}
     if parameters:
         return kept | own | {"rope_parameters": rope}
-    return kept | own | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+    is_implied = rope["rope_type"] == "default" and "rope_scaling" not in FAMILIES[own["model_type"]].defaults
+    return kept | own | {"rope_scaling": None if is_implied else rope}

@@ -15,7 +15,7 @@ from flax import nnx
 from flax_layers.checkpoints.folder import write_folder
 from flax_layers.checkpoints.hf_beside import with_its_head, without_buffers
 from flax_layers.checkpoints.hf_config import config_from_hf, config_to_hf
-from flax_layers.checkpoints.hf_experts import as_in_files
+from flax_layers.checkpoints.hf_experts import as_in_files, check_dequantised
 from flax_layers.checkpoints.hf_files import CONFIG, GENERATION, WEIGHTS, former_files, settings_of, weight_files
 from flax_layers.checkpoints.hf_names import entries
 from flax_layers.checkpoints.incoming import readable
@@ -49,7 +49,8 @@ def from_hf(
     Its kin are those of Mistral, Qwen2, Qwen3, Phi-3, Granite and SmolLM3, as Llamas; of Gemma 1 to 3, OLMo 2 and
     Command R, of classes of their own (`flax_layers.models`); and with experts MixtralForCausalLM, Qwen2MoeForCausalLM
     and Qwen3MoeForCausalLM, of a MoEConfig: each expert in an array of its own, as in files, or all in one, as
-    transformers 5 has them in memory. `load_hf_folder` reads config and arrays from a folder.
+    transformers 5 has them in memory; and GptOssForCausalLM, dequantised. `load_hf_folder` reads config and arrays from
+    a folder.
 
     Args:
       state_dict: name -> array, of NumPy, JAX or torch, in the shapes that `transformers` gives them; of any floating
@@ -77,6 +78,8 @@ def from_hf(
     if isinstance(config, GPT2Config) and "wte.weight" in arrays:
         arrays = {name if name == "lm_head.weight" else f"transformer.{name}": x for name, x in arrays.items()}
     arrays, config = with_its_head(without_buffers(arrays, config), config)
+    if isinstance(config, MoEConfig):
+        check_dequantised(arrays)
     arrays = readable(arrays)
     if isinstance(config, MoEConfig):
         arrays = as_in_files(arrays, config)

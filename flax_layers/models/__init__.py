@@ -3,6 +3,7 @@
 from flax_layers.models.cohere import Cohere, CohereConfig
 from flax_layers.models.gemma import Gemma, GemmaConfig
 from flax_layers.models.gpt2 import GPT2, GPT2Config, gpt2_block
+from flax_layers.models.gpt_oss import GptOss, GptOssConfig
 from flax_layers.models.llama import Llama, LlamaBlock, LlamaConfig
 from flax_layers.models.moe_config import MoEConfig
 from flax_layers.models.olmo2 import Olmo2, Olmo2Config
@@ -12,6 +13,7 @@ _CLASSES: dict[type, type[Llama] | type[GPT2]] = {
     GemmaConfig: Gemma,
     Olmo2Config: Olmo2,
     CohereConfig: Cohere,
+    GptOssConfig: GptOss,
 }
 
 
@@ -27,6 +29,8 @@ __all__ = [
     "GPT2Config",
     "Gemma",
     "GemmaConfig",
+    "GptOss",
+    "GptOssConfig",
     "Llama",
     "LlamaBlock",
     "LlamaConfig",

@@ -220,7 +220,7 @@ class Llama(LanguageModel):
             config.num_attention_heads,
             activation=config.hidden_act,
             residual_multiplier=config.residual_multiplier,
-            mlp=_experts_of(config, layer, **expert_options),
+            mlp=experts_of(config, layer, **expert_options),
             **attention_options(config, layer),
             **options,
         )
@@ -332,8 +332,8 @@ def _family(config: LlamaConfig) -> type:
     return next(cls for cls in type(config).__mro__ if cls.__module__.startswith("flax_layers."))
 
 
-def _experts_of(config: LlamaConfig, layer: int, **options: Any) -> MoE | None:
-    """The mixture of experts of a layer that has one."""
+def experts_of(config: LlamaConfig, layer: int, **options: Any) -> MoE | None:
+    """The mixture of experts of a layer that has one; options of MoE beside what the configuration says."""
     if not isinstance(config, MoEConfig) or not config.has_experts(layer):
         return None
     return MoE(
@@ -341,7 +341,6 @@ def _experts_of(config: LlamaConfig, layer: int, **options: Any) -> MoE | None:
         config.resolved_moe_intermediate_size,
         config.num_experts,
         config.num_experts_per_tok,
-        activation=config.hidden_act,
         scoring=config.scoring_func,
         normalized=config.norm_topk_prob,
         scaling=config.routed_scaling_factor,
@@ -351,5 +350,5 @@ def _experts_of(config: LlamaConfig, layer: int, **options: Any) -> MoE | None:
         shared_features=config.shared_expert_intermediate_size,
         use_shared_gate=config.shared_expert_gate,
         capacity_factor=config.capacity_factor,
-        **options,
+        **({"activation": config.hidden_act} | options),
     )

@@ -10,7 +10,8 @@ it shards by the rules:
                 axis usually shards the tokens, too. Where it does not, each of its devices computes a share of the
                 tokens that they all have, and they gather the results.
     F           "mlp": each device has a shard of every expert's hidden features, and results are summed over the axis,
-                in the compute dtype. Where it shards "length" as well, each device keeps its shard of the sum.
+                in the compute dtype. Where it shards "length" as well, each device keeps its shard of the sum. A
+                parameter without F, as a bias of the sums, is zeros on all devices of the axis but the first.
 
 XLA alone would sort and gather over the tokens of all devices.
 """
@@ -34,9 +35,11 @@ from flax_layers.moe.routing import sorted_experts
 from flax_layers.sharding import STREAM, activation_spec, mesh_axes, spec_of
 
 MeshAxes = tuple[str, ...]
-# The names of the axes of experts' parameters, (E, D, 2, F) and (E, F, D).
+# The names of the axes of experts' parameters, (E, D, 2, F) and (E, F, D), and of their biases, (E, 2, F) and (E, D).
 GATE_UP: Axes = ("expert", "embed", None, "mlp")
 DOWN: Axes = ("expert", ("mlp", "fan_in"), "embed")
+GATE_UP_BIAS: Axes = ("expert", None, "mlp")
+DOWN_BIAS: Axes = ("expert", "embed")
 
 
 def expert_parallel(
@@ -105,10 +108,12 @@ class _Parameter(NamedTuple):
     Attributes:
       spec: of the shard that each device is given.
       gathered: for each of its axes the mesh axes over which it is gathered.
+      once: the mesh axes over which it is added up, and so counts on the first device alone.
     """
 
     spec: PartitionSpec
     gathered: tuple[MeshAxes, ...]
+    once: MeshAxes
 
 
 class _Plan(NamedTuple):
@@ -210,7 +215,8 @@ def _parameter(
         over = tuple(axis for axis in entry if axis in token_axes)
         entries.append((*kept, *over))  # those that stay come first: the gathered shards are one piece of F
         gathered.append(over)
-    return _Parameter(PartitionSpec(*(entry or None for entry in entries)), tuple(gathered))
+    once = () if any(map(_is_f, names)) else summed
+    return _Parameter(PartitionSpec(*(entry or None for entry in entries)), tuple(gathered), once)
 
 
 def _is_f(name: Name) -> bool:
@@ -244,9 +250,8 @@ def _run(
     """The result of a device, from its tokens and its shards of the parameters."""
     x, weights, *shards = vary(plan.varying, x, weights, *parameters)
     dtypes = [jnp.promote_types(x.dtype, p.dtype) if compute_dtype is None else compute_dtype for p in shards]
-    gathered = [
-        _gathered(p, way.gathered, dtype) for p, way, dtype in zip(shards, plan.parameters, dtypes, strict=True)
-    ]
+    each = zip(shards, plan.parameters, dtypes, strict=True)
+    gathered = [_on_the_first(_gathered(p, way.gathered, dtype), way.once) for p, way, dtype in each]
     own, own_ids, own_weights = [_share(each, plan.idle) if plan.idle else each for each in (x, ids, weights)]
     run: Any = sorted_experts
     if plan.experts:
@@ -261,6 +266,11 @@ def _run(
     if capacity_factor is None:
         return y
     return y, lax.psum(dropped, tuple(sorted(jax.typeof(dropped).manual_axis_type.varying)))
+
+
+def _on_the_first(x: jax.Array, axes: MeshAxes) -> jax.Array:
+    """A parameter on the first device along these axes, and zeros on the others; without axes on all."""
+    return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros((), x.dtype)) if axes else x
 
 
 def _on_device(

@@ -17,7 +17,7 @@ from flax_layers.config_checks import is_number
 from flax_layers.linear import Linear, default_kernel_init
 from flax_layers.mlp import GatedMLP
 from flax_layers.moe.balancing import RouterStatistics, router_statistics
-from flax_layers.moe.expert_parallel import expert_parallel
+from flax_layers.moe.expert_parallel import DOWN, DOWN_BIAS, GATE_UP, GATE_UP_BIAS, expert_parallel
 from flax_layers.moe.experts import Experts
 from flax_layers.moe.router import Router, Scoring
 from flax_layers.on_values import is_value
@@ -40,9 +40,11 @@ class MoE(nnx.Module):
       hidden_features: F of each expert.
       num_experts: E.
       experts_per_token: k.
-      activation: applied to the gates; a function, or its name: see `flax_layers.activation`.
+      activation: applied to the gates; a function, or its name: see `flax_layers.activation`; or as in Experts.
       scoring, normalized, scaling, groups, groups_kept: as in Router.
       use_balance_bias: whether the router has a bias for the choice alone: see `update_balance_bias`.
+      use_logit_bias: as in Router.
+      use_bias: whether the experts have biases, as in Experts.
       shared_features: F of the shared expert; default there is none.
       use_shared_gate: whether each token's shared expert is multiplied by a sigmoid, `shared_gate.kernel` (D, 1).
       capacity_factor: how many rows a device may receive over a mesh axis that shards the experts, in multiples of what
@@ -55,6 +57,7 @@ class MoE(nnx.Module):
 
     Raises:
       ValueError: as Router, a shared gate without a shared expert, or a capacity_factor that is not positive.
+      TypeError: a shared expert beside an activation of gate and up.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class MoE(nnx.Module):
         groups: int | None = None,
         groups_kept: int | None = None,
         use_balance_bias: bool = False,
+        use_logit_bias: bool = False,
+        use_bias: bool = False,
         shared_features: int | None = None,
         use_shared_gate: bool = False,
         capacity_factor: float | None = None,
@@ -95,9 +100,18 @@ class MoE(nnx.Module):
             groups=groups,
             groups_kept=groups_kept,
             use_bias=use_balance_bias,
+            use_logit_bias=use_logit_bias,
             **options,
         )
-        self.experts = Experts(in_features, hidden_features, num_experts, activation=activation, dtype=dtype, **options)
+        self.experts = Experts(
+            in_features,
+            hidden_features,
+            num_experts,
+            activation=activation,
+            use_bias=use_bias,
+            dtype=dtype,
+            **options,
+        )
         self.shared: Any = nnx.data(None)
         if shared_features is not None:
             self.shared = GatedMLP(in_features, shared_features, activation=activation, dtype=dtype, **options)
@@ -163,12 +177,14 @@ class MoE(nnx.Module):
         routing = self.router(formed)
         dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
         wide = jnp.promote_types(dtype, jnp.float32)
+        parameters = self.experts.parameters()
         y: Any = expert_parallel(
             self.experts.apply,
             formed.astype(dtype),
             routing.ids,
             routing.weights,
-            (self.experts.gate_up[...], self.experts.down[...]),
+            parameters,
+            axes=(GATE_UP, DOWN, GATE_UP_BIAS, DOWN_BIAS)[: len(parameters)],
             capacity_factor=self.capacity_factor,
             compute_dtype=dtype,
             dtype=wide,

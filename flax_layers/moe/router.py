@@ -1,12 +1,12 @@
 """The experts that a token goes to, and their weights.
 
-    logits = x @ kernel                            float32
+    logits = x @ kernel [+ logit_bias]             float32
     scores = softmax(logits) or sigmoid(logits)
     experts = the k largest of scores + bias       among the chosen groups of experts, where there are groups
     weights = scaling * scores[experts] [/ sum of scores[experts]]
 
 Mixtral and Qwen3-MoE have softmax (Mixtral always with the division), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
-sigmoid, the division, a bias and groups.
+sigmoid, the division, a bias and groups. gpt-oss has softmax, the division, and logits with a bias that is trained.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Router(nnx.Module):
       groups, groups_kept: the experts form this number of equal groups, consecutive ones in each; only those of the
         groups_kept best groups can be chosen. A group's score is the sum of its two best.
       use_bias: whether there is a BalanceBias, at first 0.
-      param_dtype: storage dtype of `kernel` (D, E).
+      use_logit_bias: whether logits have a bias that is trained, the parameter `logit_bias` (E,), at first 0.
+      param_dtype: storage dtype of `kernel` (D, E) and of `logit_bias`.
       kernel_init: initialiser of `kernel`.
       rngs: source of keys.
 
@@ -135,6 +136,7 @@ class Router(nnx.Module):
         groups: int | None = None,
         groups_kept: int | None = None,
         use_bias: bool = False,
+        use_logit_bias: bool = False,
         param_dtype: DTypeLike = jnp.float32,
         kernel_init: nnx.Initializer = default_kernel_init,
         rngs: nnx.Rngs,
@@ -142,6 +144,9 @@ class Router(nnx.Module):
         check_router(num_experts, experts_per_token, scoring, groups, groups_kept)
         self.kernel = parameter(kernel_init(rngs.params(), (in_features, num_experts), param_dtype), "embed", None)
         self.bias = BalanceBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else nnx.data(None)
+        self.logit_bias: Any = nnx.data(None)
+        if use_logit_bias:
+            self.logit_bias = parameter(jnp.zeros((num_experts,), param_dtype), None)
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.scoring, self.normalized, self.scaling = scoring, normalized, scaling
         self.groups, self.groups_kept = groups, groups_kept
@@ -149,6 +154,8 @@ class Router(nnx.Module):
     def __call__(self, x: jax.Array) -> Routing:
         """Routes x (..., D)."""
         logits = router_logits(x, self.kernel[...])
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias[...].astype(logits.dtype)
         return route(
             logits,
             self.experts_per_token,
