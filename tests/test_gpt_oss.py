@@ -132,7 +132,9 @@ def test_generation_is_the_rollout_by_whole_forward_passes():
 
 def test_a_mixture_is_a_loop_over_tokens():
     """The router's bias changes choice and weights; experts have biases and a gate of both halves."""
-    layer = gpt_oss().layers[0].mlp
+    gate = coda.gated(ClippedSwiGLU(limit=0.3), of_both=True)
+    options = {"activation": gate, "kernel_init": nnx.initializers.normal(0.3)}
+    layer = moved(layers.MoE(16, 8, 8, 2, use_logit_bias=True, use_bias=True, **options, rngs=nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(3), (6, 16))
     y, router, experts = layer(x), layer.router, layer.experts
     logits = x @ router.kernel[...] + router.logit_bias[...]
@@ -249,6 +251,73 @@ def test_shards_of_a_checkpoint():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
 
 
+def test_every_field_and_option():
+    """A configuration that says all fields, and a model with all options: its first loss and gradients are finite."""
+    config = layers.GptOssConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        rms_norm_eps=1e-4,
+        rope_theta=100.0,
+        rope_scaling=None,
+        hidden_act="silu",
+        attention_bias=True,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        sliding_window=4,
+        origin=None,
+        attention_out_bias=False,
+        layer_types=["sliding_attention"] * 2,
+        no_rope_layers=None,
+        partial_rotary_factor=0.5,
+        embedding_multiplier=2.0,
+        attention_multiplier=0.5,
+        residual_multiplier=1.0,
+        logits_scaling=2.0,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        router_aux_loss_coef=0.1,
+        router_z_loss_coef=0.1,
+        decoder_sparse_step=1,
+        mlp_only_layers=(),
+        scoring_func="sigmoid",
+        routed_scaling_factor=1.5,
+        n_group=2,
+        topk_group=1,
+        use_balance_bias=True,
+        shared_expert_intermediate_size=None,
+        shared_expert_gate=False,
+        capacity_factor=None,
+        swiglu_limit=0.5,
+        swiglu_alpha=1.3,
+    )
+    model = layers.GptOss(
+        config,
+        scan_layers=True,
+        separate_qkv=True,
+        separate_gate_up=True,
+        remat="save_qkv",
+        remat_layers=None,
+        rules=None,
+        attention_implementation="xla",
+        fp8=None,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.float32,
+        rngs=nnx.Rngs(0),
+    )
+    assert model.layers.attention.sinks.shape == (2, 4) and model.layers.mlp.experts.down_bias.shape == (2, 4, 16)
+    loss, gradient = nnx.value_and_grad(lambda model: model.loss(TOKENS[:, :-1], TOKENS[:, 1:]))(moved(model))
+    assert np.isfinite(loss) and all(np.isfinite(x).all() and x.any() for x in jax.tree.leaves(gradient))
+
+
 RELEASED = {  # as the config.json of gpt-oss-20b, but for its sizes
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -306,10 +375,13 @@ def test_configurations():
         config_from_hf(RELEASED | {"experts_per_token": 2})
 
 
-@pytest.mark.parametrize("billions, config", [(20.9, "gpt_oss_20b"), (116.8, "gpt_oss_120b")])
+@pytest.mark.parametrize(
+    "billions, config",
+    [(20.9, layers.GptOssConfig.gpt_oss_20b()), (116.8, layers.GptOssConfig.gpt_oss_120b())],
+    ids=["20b", "120b"],
+)
 def test_numbers_of_parameters(billions, config):
     """Those that OpenAI states."""
-    config = getattr(layers.GptOssConfig, config)()
     model = nnx.eval_shape(lambda: layers.GptOss(config, rngs=nnx.Rngs(0)))
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert round(count / 1e9, 1) == billions
