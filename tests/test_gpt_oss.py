@@ -381,7 +381,7 @@ def test_configurations():
     ids=["20b", "120b"],
 )
 def test_numbers_of_parameters(billions, config):
-    """Those that OpenAI states."""
+    """The sizes are those that OpenAI states."""
     model = nnx.eval_shape(lambda: layers.GptOss(config, rngs=nnx.Rngs(0)))
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert round(count / 1e9, 1) == billions
