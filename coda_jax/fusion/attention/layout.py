@@ -1,4 +1,4 @@
-"""Which atoms of a site are sequences, heads, rows and keys; q, k and v as `coda.attention` has them."""
+"""The atoms of a site that are sequences, heads, rows and keys; q, k and v as `coda.attention` has them."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _may_hide(bias: tuple[Node, float]) -> bool:
 
 
 def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: str) -> str:
-    """What a row that sees nothing is in the original.
+    """The value in the original of a row that sees nothing.
 
     Raises:
       Unlike: that is not known.

@@ -1,4 +1,4 @@
-"""What the variables behind a product are, if it is one of scores: their maximum, exponentials, sums, probabilities.
+"""The meanings of the variables behind a product of scores: their maximum, exponentials, sums, probabilities.
 
 Each variable gets one of a few meanings, forward from the product:
 
@@ -77,7 +77,7 @@ class ValuesProduct:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Meaning:
-    """What a variable is.
+    """The meaning of a variable.
 
     Attributes:
       kind: a word of the module's docstring.

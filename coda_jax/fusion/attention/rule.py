@@ -141,7 +141,7 @@ def _behind_views(site: Site, makers: Makers) -> Site:
 
 
 def _reader(one: _Replaced, makers: Makers) -> Equation | str | None:
-    """What needs the products of a site beside it: an equation, or a reason; None if nothing does."""
+    """The equation that needs the products of a site beside it, or the reason; None if nothing does."""
     needed = makers.needed(one.results, one.call.arguments)
     if not any(id(product) in needed for product in one.products):
         return None

@@ -1,4 +1,4 @@
-"""What a softmax's scores are made of: a scale, added terms, and masks, each with the score that it leaves instead."""
+"""The parts of a softmax's scores: a scale, added terms, and masks, each with the score that it leaves instead."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Terms:
 
 
 def terms_of(site: Site, trees: Trees) -> Terms:
-    """What the scores of a site are made of.
+    """The parts of a site's scores.
 
     Raises:
       Unlike: they are something else.
