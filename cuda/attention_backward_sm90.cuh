@@ -7,6 +7,9 @@
 //   dv += p^T dy           dk += ds^T q                    (p^T and ds^T in registers)
 //   dq += ds k                                             (ds through shared memory), float32 in memory
 //
+// With dropout z p^T and z dp^T take the places of p^T in dv and of dp^T, where z is 0 or 1 / (1 - rate). A sink is in
+// lse alone.
+//
 // A CTA has a tile of keys of one head of keys in shared memory, and goes over all tiles of queries that see one of
 // them, and for each over the heads of queries that share the head: dk and dv stay in registers. Of narrow heads a
 // consumer has 64 of 128 keys; of wide ones both have the same 64 keys, and each half of the columns.
@@ -22,24 +25,23 @@
 
 namespace coda::attention {
 
-template <int score_arrays>
-struct BackwardParamsOf {
-  ptx::TensorMap q, k, v, dy;  // (columns, heads, rows, batch), boxes of 64 columns of one head
-  const float *lse, *delta;    // (batch, heads, padded(queries)); lse log2(e)
-  Mask mask;                   // tiles are those of keys
-  const uint32* needed_keys;   // (batch, tiles of queries, words)
-  const int* positions;        // (batch, tiles of keys): in the order of the mask
+template <class Config>
+struct BackwardParams {
+  ptx::TensorMap q, k, v, dy;                 // (columns, heads, rows, batch), boxes of 64 columns of one head
+  const float *lse, *delta;                   // (batch, heads, padded(queries)); lse log2(e)
+  Operands<false, Config::has_dropout> mask;  // tiles are those of keys
+  const uint32* needed_keys;                  // (batch, tiles of queries, words)
+  const int* positions;                       // (batch, tiles of keys): in the order of the mask
   float* dq;
   void *dk, *dv;  // (batch, keys, key heads, width); with splits float32, (splits, batch, keys, key heads, width)
   int* turns;     // (batch, heads, tiles of queries), zeros
-  [[no_unique_address]] ScorePointers<score_arrays> score;
+  [[no_unique_address]] ScorePointers<ScoreOf<Config>::Type::arrays> score;
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
   int splits;       // of the heads of queries that share a head of keys
   float scale;
 };
-using BackwardParams = BackwardParamsOf<0>;
 
 /// Config: as that of Forward, but for consumers and q_stages; and dim (a padded width: 64, 128 or 256), keys and
 /// queries (of a tile), stages, is_split, deterministic.
@@ -49,7 +51,7 @@ struct Backward {
   static constexpr int dim = Config::dim, keys = Config::keys, queries = Config::queries, stages = Config::stages;
   static constexpr bool is_wide = dim == 256, has_arrays = Config::has_arrays, deterministic = Config::deterministic;
   using Score = typename ScoreOf<Config>::Type;
-  using Params = BackwardParamsOf<Score::arrays>;
+  using Params = BackwardParams<Config>;
   static constexpr bool has_score = ScoreOf<Config>::is_there;
   static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
   static_assert(is_wide ? keys == 64 && queries == 64 : keys == 128 && queries * dim == 8192,
@@ -70,9 +72,10 @@ struct Backward {
   static constexpr int q_bytes = queries * chunks * 128, dy_bytes = queries * value_chunks * 128;
   static constexpr int ds_bytes = keys * queries * 2, ds_tiles = 2;  // two in turn, or of wide heads one a consumer
   static constexpr int vector_bytes = queries * 4;
-  // Vectors of a stage: lse, delta, and what a mask's arrays say about queries.
+  // Vectors of a stage: lse, delta, what a mask's arrays say about queries, and bits of dropout.
   static constexpr int interval_vectors = has_arrays ? (Config::has_second ? 4 : 2) : 0;
-  static constexpr int vectors = 2 + interval_vectors + (Config::has_ids ? 1 : 0);
+  static constexpr int id_vector = 2 + interval_vectors, bits_vector = id_vector + (Config::has_ids ? 1 : 0);
+  static constexpr int vectors = bits_vector + (Config::has_dropout ? 1 : 0);
   static constexpr int loaded_bytes = queries * (loaded_chunks + loaded_value_chunks) * 128 + vectors * vector_bytes;
   static constexpr int v_at = k_bytes, ds_at = v_at + v_bytes, q_at = ds_at + ds_tiles * ds_bytes;
   static constexpr int dy_at = q_at + stages * q_bytes, vectors_at = dy_at + stages * dy_bytes;
@@ -239,8 +242,10 @@ struct Backward {
                 p.mask.intervals + of_batch * interval_vectors + i * static_cast<long long>(padded(p.queries)) + row,
                 vector_bytes, full);
           if constexpr (Config::has_ids)
-            ptx::bulk_load(vector(at.slot, vectors - 1), p.mask.query_ids + of_batch + row, vector_bytes, full);
+            ptx::bulk_load(vector(at.slot, id_vector), p.mask.query_ids + of_batch + row, vector_bytes, full);
         }
+        if constexpr (Config::has_dropout)
+          ptx::bulk_load(vector(at.slot, bits_vector), p.mask.row_bits + statistics, vector_bytes, full);
         at.advance();
       }
     }
@@ -405,6 +410,9 @@ struct Backward {
     if constexpr (Config::has_ids)
       for (int r = 0; r < 2; ++r)
         ids[r] = p.mask.key_ids[static_cast<long long>(batch) * padded(p.keys) + my_key + 8 * r];
+    int column_bits[2] = {};
+    if constexpr (Config::has_dropout)
+      for (int r = 0; r < 2; ++r) column_bits[r] = p.mask.column_bits[my_key + 8 * r];
     RingPosition<stages> at;
     RingPosition<turn_slots> turn;
     uint32 buffer = 0;
@@ -423,7 +431,7 @@ struct Backward {
       const uint32 q = q_of(at.slot), dy = dy_of(at.slot);
       const uint32 lse = vector(at.slot, 0) + lane % 4 * 8, delta = lse + vector_bytes;
       float s[registers], dp[registers];
-      uint32 w[words], dw[words];
+      uint32 w[words], dw[words], kept[words];
       ScoreWords<Score> of_keys[2];
       ring.wait_full(at);
       const Step now = {ptx::load_word(step(at.slot))};
@@ -455,8 +463,16 @@ struct Backward {
 #pragma unroll
         for (int i = 0; i < words; ++i) w[i] = packed<input>(s[2 * i], s[2 * i + 1]);
       }
-      wgmma::fence();
-      over_queries(dv, w, dy + my_value_columns);
+      if constexpr (Config::has_dropout) {
+        sign_dropped(w, vector(at.slot, bits_vector), column_bits);
+#pragma unroll
+        for (int i = 0; i < words; ++i) kept[i] = without_negatives<input>(w[i]);
+        wgmma::fence();
+        over_queries(dv, kept, dy + my_value_columns);
+      } else {
+        wgmma::fence();
+        over_queries(dv, w, dy + my_value_columns);
+      }
       wgmma::wait<1>();  // dp^T; dv's product runs on
       wgmma::keep_behind_wait(dp);
 #pragma unroll
@@ -470,7 +486,10 @@ struct Backward {
           const uint32 both = Score::unit_slope ? w[i / 2] : dw[i / 2];
           const float p0 = queries == 128 ? widened_half<input>(both, 0) : s[i];
           const float p1 = queries == 128 ? widened_half<input>(both, 1) : s[i + 1];
-          dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
+          if constexpr (Config::has_dropout)
+            dw[i / 2] = packed_ds(ds_of(p0, w[i / 2], 0, dp[i], d[0]), ds_of(p1, w[i / 2], 1, dp[i + 1], d[1]));
+          else
+            dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
         }
       }
       if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);  // dq of the tile before has read it
@@ -510,7 +529,27 @@ struct Backward {
       at.advance();
     }
     store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
-    store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split, 1.0f);
+    store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split,
+                              Config::kept_factor);
+  }
+
+  /// Probabilities that are dropped become negative.
+  __device__ __forceinline__ static void sign_dropped(uint32 (&w)[words], uint32 bits, const int (&column_bits)[2]) {
+#pragma unroll
+    for (int j = 0; j < queries / 8; ++j) {
+      int row_bits[2];
+      load_two(bits + 4 * (8 * j + 2 * (threadIdx.x % 4)), row_bits[0], row_bits[1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        w[2 * j + r] |= sign_if_dropped<typename Config::Dropout>(row_bits[0], column_bits[r]) >> 16 |
+                        sign_if_dropped<typename Config::Dropout>(row_bits[1], column_bits[r]);
+    }
+  }
+  /// ds from p, or its product with the score's derivative; the sign of p in `word` says whether it is dropped.
+  __device__ __forceinline__ static float ds_of(float p, uint32 word, int half, float dp, float delta) {
+    const bool is_dropped = (word & (half ? 0x80000000u : 0x8000u)) != 0;
+    if constexpr (queries == 128 && Score::unit_slope) p = fabsf(p);  // of the word itself
+    return p * (is_dropped ? -delta : fmaf(dp, Config::kept_factor, -delta));
   }
 
   /// Products become probabilities of their scores, also packed in w. Where the score's derivative is not 1, s, or dw
@@ -579,7 +618,7 @@ struct Backward {
       Seen<Config::has_second> seen[2];
       int id[2] = {};
       seen_by(seen, slot, 8 * j + lane_query, row);
-      if constexpr (Config::has_ids) load_two(vector(slot, vectors - 1) + 4 * (8 * j + lane_query), id[0], id[1]);
+      if constexpr (Config::has_ids) load_two(vector(slot, id_vector) + 4 * (8 * j + lane_query), id[0], id[1]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int c = i % 2, r = i / 2, of_key = my_key + 8 * r;
@@ -683,7 +722,7 @@ struct Backward {
 };
 
 template <class Config>
-__device__ __forceinline__ void backward(const typename Backward<Config>::Params& params) {
+__device__ __forceinline__ void backward(const BackwardParams<Config>& params) {
   extern __shared__ unsigned char memory[];
   Backward<Config>(params, (ptx::shared_address(memory) + 1023) & ~1023u).run();
 }

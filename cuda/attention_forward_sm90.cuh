@@ -1,6 +1,6 @@
 // Forward attention: y = softmax(score(scale q k^T) + bias) v over the keys that a query sees (attention_masks.cuh),
-// and the log-sum-exp of its scores. FlashAttention-2 (arXiv 2307.08691), in the schedule of FlashAttention-3
-// (2407.08608).
+// and the log-sum-exp of its scores. With sinks a row's sum has one more term; dropout is of what multiplies v.
+// FlashAttention-2 (arXiv 2307.08691), in the schedule of FlashAttention-3 (2407.08608).
 //
 // A piece of work is a tile of queries of one head, 64 for each consumer warpgroup, and all tiles of keys that they
 // see, the last first. CTAs are persistent and claim pieces (claims.cuh). The producer loads tiles by TMA into two
@@ -15,26 +15,26 @@
 
 namespace coda::attention {
 
-template <int score_arrays, int result_pointers = 0>
-struct ForwardParamsOf {
+template <class Config>
+struct ForwardParams {
   ptx::TensorMap q, k, v;  // (columns, heads, rows, batch), boxes of 64 columns of one head
   unsigned short* y;       // (batch, queries, heads, value width)
   float* lse;              // (batch, heads, queries)
   int* claimed;            // how many pieces are claimed, 0
-  Mask mask;
-  [[no_unique_address]] ScorePointers<score_arrays> score;
-  [[no_unique_address]] Pointers<result_pointers> results;  // beside y
+  Operands<Config::has_sinks, Config::has_dropout> mask;
+  [[no_unique_address]] ScorePointers<ScoreOf<Config>::Type::arrays> score;
+  [[no_unique_address]] Pointers<result_pointers<Config>()> results;  // beside y
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
   int yields;       // whether a CTA ends when it has had its share of the pieces
   float scale;
 };
-using ForwardParams = ForwardParamsOf<0>;
 
 /// Config: input, head, value_head (widths, multiples of 8), keys (of a tile), consumers, stages, q_stages; has_arrays,
 /// and with these has_second (intervals), has_ids, has_dense; has_bias and bias_type; has_even_rows (the last two's);
-/// Score, if there is one; with results beside y also what attention_results.cuh says.
+/// has_sinks; kept_factor, 1 / (1 - rate of dropout); has_dropout, and with it Dropout; Score, if there is one; with
+/// results beside y also what attention_results.cuh says.
 template <class Config>
 struct Forward {
   static constexpr DType input = Config::input;
@@ -45,7 +45,7 @@ struct Forward {
   static constexpr int steps = (Config::head + 15) / 16;  // of a score's sum
   static constexpr int registers = keys / 2, words = keys / 4, outputs = 32 * value_chunks;
   using Score = typename ScoreOf<Config>::Type;
-  using Params = ForwardParamsOf<Score::arrays, result_pointers<Config>()>;
+  using Params = ForwardParams<Config>;
   static constexpr bool has_score = ScoreOf<Config>::is_there, has_arrays = Config::has_arrays;
   static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
   static constexpr float masked = has_score ? hidden_score : masked_score;
@@ -326,11 +326,12 @@ struct Forward {
     v_ring.wait_full(at);  // until the cleaners have done with the slot's use before, whose parity is the other
     ptx::mbarrier_wait(clean(at.slot), at.phase);
     if (!Clean::has_marks(marks(at.slot))) return;
+    constexpr uint32 seen = Config::has_dropout ? 0x7FFF : 0xFFFF;  // what is not seen may be -0
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       const int key = 8 * (i / 2) + 2 * (threadIdx.x % 4);
-      if ((w[i] & 0xFFFFu) != 0 && Clean::is_marked(marks(at.slot), key)) w[i] |= 0x7FFFu;
-      if (w[i] >> 16 != 0 && Clean::is_marked(marks(at.slot), key + 1)) w[i] |= 0x7FFF0000u;
+      if ((w[i] & seen) != 0 && Clean::is_marked(marks(at.slot), key)) w[i] |= 0x7FFFu;
+      if ((w[i] >> 16 & seen) != 0 && Clean::is_marked(marks(at.slot), key + 1)) w[i] |= 0x7FFF0000u;
     }
   }
 
@@ -357,6 +358,22 @@ struct Forward {
       }
       total[r] = fmaf(total[r], factor[r], sum);
     }
+  }
+  /// Probabilities that are dropped become negative: they are in the row's sum, and `mark` finds them.
+  __device__ __forceinline__ void sign_dropped(float (&s)[registers], const int (&row_bits)[2], int tile) const {
+    const int* of_lane = p.mask.column_bits + tile * keys + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < keys / 8; ++j) {
+      const int2 column_bits = *reinterpret_cast<const int2*>(of_lane + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[4 * j + i] = signed_if_dropped<typename Config::Dropout>(s[4 * j + i], row_bits[i / 2],
+                                                                   i % 2 == 0 ? column_bits.x : column_bits.y);
+    }
+  }
+  __device__ __forceinline__ static void drop(uint32 (&w)[words]) {
+#pragma unroll
+    for (int i = 0; i < words; ++i) w[i] = without_negatives<input>(w[i]);
   }
   __device__ __forceinline__ static void pack(const float (&s)[registers], uint32 (&w)[words]) {
 #pragma unroll
@@ -394,6 +411,9 @@ struct Forward {
         for (int r = 0; r < 2; ++r)
           query_ids[r] = p.mask.query_ids[static_cast<long long>(work.batch) * padded(p.queries) +
                                           min(my_row + 8 * r, p.queries - 1)];
+      int row_bits[2] = {};
+      if constexpr (Config::has_dropout)
+        for (int r = 0; r < 2; ++r) row_bits[r] = p.mask.row_bits[begin(work) + min(my_row + 8 * r, p.queries - 1)];
       ScoreWords<Score> of_rows[2];  // what is the same for all keys
       if constexpr (has_score)
         for (int r = 0; r < 2; ++r)
@@ -412,6 +432,7 @@ struct Forward {
       if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, at.slot);
       if constexpr (Config::has_ids) release_ids(at.slot);
       exponentials(s, maximum, total, factor, unit);
+      if constexpr (Config::has_dropout) sign_dropped(s, row_bits, step.tile());
       pack(s, w);
 #pragma unroll 1
       while (!step.is_last()) {
@@ -419,6 +440,7 @@ struct Forward {
         next.advance();
         if constexpr (has_arrays)
           if (step.is_partial()) mark(w, at);
+        if constexpr (Config::has_dropout) drop(w);
         step = step_at(next);
         my_turn(consumer);
         wgmma::fence();
@@ -435,6 +457,7 @@ struct Forward {
         if (step.is_partial()) hide(s, step.tile(), my_row, work, seen, query_ids, next.slot);
         if constexpr (Config::has_ids) release_ids(next.slot);
         exponentials(s, maximum, total, factor, unit);
+        if constexpr (Config::has_dropout) sign_dropped(s, row_bits, step.tile());
         wgmma::wait<0>();
         wgmma::keep_behind_wait(o);
         warp_arrive(v_ring.empty(at.slot));
@@ -445,6 +468,7 @@ struct Forward {
       }
       if constexpr (has_arrays)
         if (step.is_partial()) mark(w, at);
+      if constexpr (Config::has_dropout) drop(w);
       v_ring.wait_full(at);
       wgmma::fence();
       sums(o, w, at.slot);
@@ -459,17 +483,40 @@ struct Forward {
       at.advance();
     }
     q_at.advance();
+    if constexpr (Config::has_sinks) add_sink(o, total, maximum, work, unit);
     store(o, total, maximum, my_row, work, unit);
   }
 
-  /// y of the tile and the rows' log-sum-exps: 0 and -infinity for a row that has seen nothing.
+  /// Where a head's rows begin in arrays (batch, heads, queries).
+  __device__ __forceinline__ long long begin(const Piece& work) const {
+    return (static_cast<long long>(work.batch) * p.heads + work.head) * p.queries;
+  }
+  /// The last term of each row's sum, that of a score without a value. Rows that have seen nothing have no more.
+  __device__ __forceinline__ void add_sink(float (&o)[outputs], float (&total)[2], float (&maximum)[2],
+                                           const Piece& work, float unit) const {
+    const float sink = p.mask.sinks[work.batch * p.heads + work.head] * log2_e;
+    if (sink <= masked * unit) return;  // -infinity: there is none
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float before = maximum[r] * unit, most = fmaxf(before, sink), factor = ptx::exp2_unit(before - most);
+      total[r] = fmaf(total[r], factor, ptx::exp2_unit(sink - most));
+      maximum[r] = most / unit;
+#pragma unroll
+      for (int j = 0; j < outputs / 2; ++j) {
+        float& one = o[4 * (j / 2) + 2 * r + j % 2];
+        one = factor == 0 ? 0 : one * factor;
+      }
+    }
+  }
+
+  /// y of the tile and the rows' log-sum-exps: 0 for a row that has seen nothing, and its sink or -infinity.
   __device__ __forceinline__ void store(const float (&o)[outputs], const float (&total)[2], const float (&maximum)[2],
                                         int my_row, const Piece& work, float unit) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = my_row + 8 * r;
       const bool has_seen = maximum[r] != masked || total[r] != total[r];
-      const float inverse = has_seen ? 1.0f / total[r] : 0.0f;
+      const float inverse = has_seen ? Config::kept_factor / total[r] : 0.0f;
       unsigned short* to =
           p.y + ((static_cast<long long>(work.batch) * p.queries + query) * p.heads + work.head) * Config::value_head;
       if constexpr (keeps_result<Config>())
@@ -490,8 +537,8 @@ struct Forward {
     bool has_seen[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      has_seen[r] = maximum[r] != masked_score || total[r] != total[r];
-      inverse[r] = has_seen[r] ? 1.0f / total[r] : 0.0f;
+      has_seen[r] = maximum[r] != masked || total[r] != total[r];
+      inverse[r] = has_seen[r] ? Config::kept_factor / total[r] : 0.0f;
     }
     const int row = my_row - static_cast<int>(threadIdx.x % 32 / 4);
     const long long tile = (static_cast<long long>(work.batch) * p.heads + work.head) * tiles() + work.row / rows;
@@ -505,7 +552,7 @@ struct Forward {
 };
 
 template <class Config>
-__device__ __forceinline__ void forward(const typename Forward<Config>::Params& params) {
+__device__ __forceinline__ void forward(const ForwardParams<Config>& params) {
   extern __shared__ unsigned char memory[];
   Forward<Config>(params, (ptx::shared_address(memory) + 1023) & ~1023u).run();
 }

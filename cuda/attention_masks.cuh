@@ -40,6 +40,23 @@ struct Mask {
   const void* bias;             // the same, added to scores
 };
 
+/// What else a kernel's Config has of arrays, behind those of its mask: a term of each row's sum, and dropout's bits.
+template <bool has_sinks>
+struct Sinks {
+  const float* sinks;  // (batch, heads)
+};
+template <>
+struct Sinks<false> {};
+template <bool has_dropout>
+struct RandomBits {
+  const int* row_bits;     // (batch, heads, queries); of the backward kernel (batch, heads, padded(queries))
+  const int* column_bits;  // (padded(keys))
+};
+template <>
+struct RandomBits<false> {};
+template <bool has_sinks, bool has_dropout>
+struct Operands : Mask, Sinks<has_sinks>, RandomBits<has_dropout> {};
+
 /// An array that is broadcastable to (batch, heads, queries, keys): its sizes, 1 where all share an entry.
 struct Broadcast {
   int batch, heads, queries, keys;
@@ -269,6 +286,37 @@ __device__ __forceinline__ float widened_half(uint32 word, int half) {
 template <DType input>
 __device__ __forceinline__ float rounded_half(float value) {
   return widened_half<input>(packed<input>(value, value), 0);
+}
+/// Two values, of which negative ones become 0; NaN stays.
+template <DType input>
+__device__ __forceinline__ uint32 without_negatives(uint32 word) {
+  if constexpr (input == DType::bf16)
+    return ptx::without_negatives_bf16(word);
+  else
+    return ptx::without_negatives_f16(word);
+}
+
+// ---- dropout
+
+/// A probability p, or -p if it is dropped, by the epilogue of `coda.dropout` (coda_jax/attend/dropout.py).
+template <class Dropout>
+__device__ __forceinline__ float signed_if_dropped(float p, int row_bits, int column_bits) {
+  struct {
+    float acc[1];
+    Word row_vector[1], column_vector[1];
+  } in;
+  struct {
+    float tile[1];
+  } out;
+  in.acc[0] = p, in.column_vector[0].i = row_bits, in.row_vector[0].i = column_bits;
+  Dropout::template evaluate<0>(in, out);
+  return out.tile[0];
+}
+
+/// The sign bit, if a probability is dropped.
+template <class Dropout>
+__device__ __forceinline__ uint32 sign_if_dropped(int row_bits, int column_bits) {
+  return static_cast<uint32>(__float_as_int(signed_if_dropped<Dropout>(1.0f, row_bits, column_bits))) & 0x80000000u;
 }
 
 /// Four lanes have a pair of each of four groups of 8 columns; then each has the four pairs of one group.

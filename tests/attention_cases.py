@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coda_jax.attend import dropout
 from coda_jax.attend.kernel import BackwardTiles, ForwardTiles
 from coda_jax.attend.results import Results
 from coda_jax.attend.score import HIDDEN, trace
 from coda_jax.attend.score.text import emit
 from coda_jax.epilogue import emit as emit_epilogue
-from coda_jax.epilogue import saturate
+from coda_jax.epilogue import random_bits, saturate
 from coda_jax.epilogue import trace as trace_epilogue
 from tests.tolerance import check
 
@@ -40,6 +41,8 @@ class Kernel:
     dense: bool = False
     bias: bool = False
     even_rows: bool = False  # of the dense mask and the bias
+    sinks: bool = False
+    dropout_rate: float = 0.0
     dtype: str = "bf16"
     deterministic: bool = True
     split: bool = False
@@ -79,9 +82,13 @@ class Kernel:
         return np.dtype(jnp.bfloat16 if self.dtype == "bf16" else np.float16)
 
     @property
+    def drops(self):
+        return self.dropout_rate > 0
+
+    @property
     def text(self):
         forward, backward = self.forward, self.backward
-        vectors = 2 + self.arrays * (4 if self.second else 2) + self.ids
+        vectors = 2 + self.arrays * (4 if self.second else 2) + self.ids + self.drops
         forward_bytes, backward_bytes = forward.shared_bytes(self.arrays, self.ids), backward.shared_bytes(vectors)
         flags = {
             "has_arrays": self.arrays,
@@ -90,11 +97,16 @@ class Kernel:
             "has_dense": self.dense,
             "has_bias": self.bias,
             "has_even_rows": self.even_rows,
+            "has_sinks": self.sinks,
+            "has_dropout": self.drops,
         }
         return f"""
 {self.score}{self.epilogue}
+{dropout.text(self.dropout_rate) if self.drops else "namespace dropout { struct Epilogue; }"}
 struct Common {{
   {"using Score = ::Score;" if self.score else ""}
+  using Dropout = dropout::Epilogue;
+  static constexpr float kept_factor = {float(1 / (1 - self.dropout_rate))}f;
   static constexpr DType input = DType::{self.dtype}, bias_type = DType::f32;
   static constexpr int head = {self.head}, value_head = {self.value_head};
   static constexpr bool {", ".join(f"{name} = {int(is_set)}" for name, is_set in flags.items())};
@@ -148,7 +160,7 @@ COUNTS = ("batch", "queries", "keys", "heads", "key_heads", "left", "right", "sp
 ARRAYS = (
     *("q", "k", "v", "dy", "dlse", "y", "lse", "claimed", "intervals", "query_ids", "key_ids"),
     *("needed", "full", "order", "needed_rows", "full_rows", "needed_keys", "order_of_keys", "positions"),
-    *("dense", "bias"),
+    *("dense", "bias", "sinks", "row_bits", "padded_row_bits", "column_bits"),
     *("lse_2", "delta", "sums", "turns", "dk", "dv", "dq"),
     *(f"score_array_{i}" for i in range(4)),
 )
@@ -300,9 +312,20 @@ class Case:
     dlse: np.ndarray
     scale: float
     splits: int = 1
+    sinks: np.ndarray | None = None  # (batch, heads)
+    row_bits: np.ndarray | None = None  # (batch, heads, queries)
     score: Callable | None = None
     operands: tuple = ()
     score_arrays: tuple = ()  # as the kernels take them
+
+    @property
+    def dropped(self):
+        """The factors of probabilities, (batch, heads, queries, keys)."""
+        rate = self.kernel.dropout_rate
+        if rate == 0:
+            return 1.0
+        columns = random_bits.column_bits(jnp.arange(self.k.shape[1], dtype=jnp.int32))
+        return np.asarray(random_bits.is_kept(self.row_bits[..., None], columns, rate)) / (1 - rate)
 
     @property
     def listed(self):
@@ -354,6 +377,8 @@ def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, split
         normal(batch, heads, queries),
         kernel.head**-0.5,
         splits,
+        normal(batch, heads) if kernel.sinks else None,
+        random.integers(-(2**31), 2**31, (batch, heads, queries), np.int32) if kernel.drops else None,
     )
 
 
@@ -422,6 +447,12 @@ def run(case, folder, schedule=None, fault=None):
     of_result = np.float32 if kernel.split else kernel.numpy
     values = {name: getattr(case, name) for name in ("q", "k", "v", "dy", "dlse")}
     values |= mask_arrays(case)
+    if kernel.sinks:
+        values["sinks"] = case.sinks
+    if kernel.drops:
+        padding = ((0, 0), (0, 0), (0, padded_queries - queries))
+        values |= {"row_bits": case.row_bits, "padded_row_bits": np.pad(case.row_bits, padding)}
+        values["column_bits"] = np.array(random_bits.column_bits(jnp.arange(up_to(keys, 128), dtype=jnp.int32)))
     values["claimed"] = np.zeros(1, np.int32)
     made = {
         "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
@@ -463,9 +494,14 @@ def run(case, folder, schedule=None, fault=None):
         expected = np.broadcast_to(needed.sum(-1)[:, None], got["turns"].shape)
         np.testing.assert_array_equal(got["turns"], expected, err_msg="turns")
     out = {name: got[name] for name in ("y", "lse", "dq", "dk", "dv")}
+    if kernel.sinks:
+        out["delta"] = got["delta"][:, :, :queries]
     if kernel.split:
         out |= {name: out[name].sum(0).astype(kernel.numpy) for name in ("dk", "dv")}
     return out
+
+
+IN_FLOAT32 = ("lse", "delta")
 
 
 def run_with_results(case, folder, scalars, schedule=None, fault=None):
@@ -522,16 +558,19 @@ def formula(case, working):
         s = s + case.mask.bias.astype(dtype)
     s = np.where(seen, s, -np.inf)
     most = np.max(s, axis=-1, keepdims=True)
+    sinks = None if case.sinks is None else case.sinks.astype(dtype)[..., None, None]
+    most = most if sinks is None else np.maximum(most, sinks)
     most = np.where(np.isneginf(most), 0, most)
     exponentials = np.exp(s - most)
-    total = exponentials.sum(-1)
+    total = exponentials.sum(-1) + (0 if sinks is None else np.exp(sinks - most)[..., 0])
     with np.errstate(divide="ignore"):
         lse = np.log(total) + most[..., 0]
     p = exponentials / np.where(total == 0, 1, total)[..., None]
-    y = np.einsum("bhts,bshd->bthd", rounded(p), v)
-    dp = np.einsum("bthd,bshd->bhts", dy, v)
+    kept = (p * case.dropped).astype(dtype)
+    y = np.einsum("bhts,bshd->bthd", rounded(kept), v)
+    dp = (np.einsum("bthd,bshd->bhts", dy, v) * case.dropped).astype(dtype)
     delta = np.einsum("bthd,bthd->bht", rounded(y), dy) - case.dlse.astype(dtype)
-    delta = np.where(seen.any(-1), delta, 0)
+    delta = np.where(total == 0, 0, delta)
     ds = rounded(np.where(p == 0, 0, p * (dp - delta[..., None]) * slope))
 
     def of_heads(x):
@@ -542,19 +581,24 @@ def formula(case, working):
         "lse": lse,
         "dq": dtype(case.scale) * np.einsum("bhts,bshd->bthd", ds, k),
         "dk": dtype(case.scale) * of_heads(np.einsum("bhts,bthd->bshd", ds, q)),
-        "dv": of_heads(np.einsum("bhts,bthd->bshd", rounded(p), dy)),
+        "dv": of_heads(np.einsum("bhts,bthd->bshd", rounded(kept), dy)),
     }
-    return {name: rounded(x) if working and name != "lse" else x for name, x in results.items()}
+    if case.sinks is not None:
+        results["delta"] = delta
+    return {name: rounded(x) if working and name not in IN_FLOAT32 else x for name, x in results.items()}
 
 
 def check_case(case, folder, **options):
     got, exact, plain = run(case, folder, **options), formula(case, False), formula(case, True)
     sees = case.seen.any(-1)
+    if case.sinks is not None:
+        sees = sees | ~np.isneginf(case.sinks)[..., None]
     assert (np.isneginf(got["lse"]) == ~sees).all()
     for results in (got, exact, plain):
         results["lse"] = np.where(sees, results["lse"], 0)
     for name, x in got.items():
-        check(x, exact[name], plain[name], dtype=np.float32 if name == "lse" else case.kernel.numpy, name=name)
+        dtype = np.float32 if name in IN_FLOAT32 else case.kernel.numpy
+        check(x, exact[name], plain[name], dtype=dtype, name=name)
 
 
 def spoiled(case, spoils):
@@ -593,6 +637,7 @@ def reached(case, spoils):
         "dq": of_slope,
         "dk": seen_by(of_slope),
         "dv": seen_by(of_dv),
+        "delta": of_slope,
     }
 
 
@@ -612,7 +657,8 @@ def check_spoiled(case, folder, spoils, **options):
     groups = case.q.shape[2] // case.k.shape[2]
     for name, x in got.items():
         is_bad, same = ~np.isfinite(x.astype(np.float32)), bits(x) == bits(clean[name])
-        if name != "lse":
+        same = same | (x == 0) & (clean[name] == 0)  # of a row whose probabilities are all dropped: the sign of 0
+        if name not in IN_FLOAT32:
             is_bad, same = is_bad.swapaxes(1, 2), same.swapaxes(1, 2)
         else:
             is_bad, same = is_bad[..., None], same[..., None]

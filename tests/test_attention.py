@@ -16,29 +16,36 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 B, T, S, N, K, H, HV = 2, 37, 29, 4, 2, 16, 24
 
 
-def dense(q, k, v, dy, dlse, *, bias=0.0, seen=True, scale=None):
-    """y, lse, and the gradients of q, k, v and the bias (B, N, T, S), in float64."""
+def dense(q, k, v, dy, dlse, *, bias=0.0, seen=True, scale=None, sinks=None, dropped=1.0):
+    """y, lse, and the gradients of q, k, v, the bias (B, N, T, S), and of sinks if there are any, in float64.
+
+    Args:
+      dropped: what probabilities (B, N, T, S) are multiplied by.
+    """
     q, k, v, dy, dlse, bias = (np.asarray(x, np.float64) for x in (q, k, v, dy, dlse, bias))
     groups, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5 if scale is None else scale
     keys, values = (np.repeat(x, groups, axis=2) for x in (k, v))
     s = scale * np.einsum("btnh,bsnh->bnts", q, keys) + bias
     s = np.where(np.broadcast_to(seen, s.shape), s, -np.inf)
-    m = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
-    e = np.exp(s - np.where(m == -np.inf, 0, m))
-    total = e.sum(-1, keepdims=True)
+    sinks = -np.inf if sinks is None else np.asarray(sinks, np.float64)[:, None, None]
+    m = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sinks)
+    e, of_sink = (np.exp(x - np.where(m == -np.inf, 0, m)) for x in (s, sinks))
+    total = e.sum(-1, keepdims=True) + of_sink
     p = e / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         lse = (m + np.log(total))[..., 0].transpose(0, 2, 1)
-    y = np.einsum("bnts,bsnh->btnh", p, values)
-    dp = np.einsum("btnh,bsnh->bnts", dy, values)
-    ds = p * (dp - np.sum(p * dp, axis=-1, keepdims=True) + dlse.transpose(0, 2, 1)[..., None])
+    y = np.einsum("bnts,bsnh->btnh", p * dropped, values)
+    dp = np.einsum("btnh,bsnh->bnts", dy, values) * dropped
+    delta = np.sum(p * dp, axis=-1, keepdims=True) - dlse.transpose(0, 2, 1)[..., None]
+    ds = p * (dp - delta)
 
     def of_kv_heads(x):
         return x.reshape(*x.shape[:2], k.shape[2], groups, x.shape[3]).sum(3)
 
     dq = scale * np.einsum("bnts,bsnh->btnh", ds, keys)
     dk = of_kv_heads(scale * np.einsum("bnts,btnh->bsnh", ds, q))
-    return y, lse, dq, dk, of_kv_heads(np.einsum("bnts,btnh->bsnh", p, dy)), ds
+    of_sinks = () if np.isscalar(sinks) else (-np.sum(of_sink / np.where(total == 0, 1, total) * delta, (0, 2, 3)),)
+    return y, lse, dq, dk, of_kv_heads(np.einsum("bnts,btnh->bsnh", p * dropped, dy)), ds, *of_sinks
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -56,17 +63,21 @@ def arrays(queries=T, keys=S, heads=N, kv_heads=K, dtype=jnp.float32, batch=B):
     )
 
 
-def check(given, seen=True, *, bias=None, limit=2e-6, **options):
+def check(given, seen=True, *, bias=None, sinks=None, dropped=1.0, limit=2e-6, **options):
     """Values and gradients are those of dense attention over the pairs that see each other."""
     q, k, v, dy, dlse = given
 
+    def attend(q, k, v, bias, sinks):
+        return coda.attention(q, k, v, bias, sinks=sinks, return_residual=True, **options)
+
     def run(*given):
-        *factors, bias, dy, dlse = given
-        results, pullback = jax.vjp(lambda *x: coda.attention(*x, return_residual=True, **options), *factors, bias)
+        *differentiated, dy, dlse = given
+        results, pullback = jax.vjp(attend, *differentiated)
         return *results, pullback((dy, dlse))
 
-    y, lse, gradients = jax.jit(run)(q, k, v, bias, dy, dlse)
-    expected = dense(*given, bias=0.0 if bias is None else bias, seen=seen, scale=options.get("scale"))
+    y, lse, gradients = jax.jit(run)(q, k, v, bias, sinks, dy, dlse)
+    others = {"seen": seen, "scale": options.get("scale"), "sinks": sinks, "dropped": dropped}
+    expected = dense(*given, bias=0.0 if bias is None else bias, **others)
     for name, got, exact in zip(("y", "lse", "dq", "dk", "dv"), (y, lse, *gradients[:3]), expected, strict=False):
         got, exact = np.asarray(got, np.float64), np.asarray(exact)
         assert got.shape == exact.shape, name
@@ -80,6 +91,10 @@ def check(given, seen=True, *, bias=None, limit=2e-6, **options):
         np.testing.assert_allclose(
             gradients[3], dbias.reshape(bias.shape), rtol=limit, atol=limit * np.max(np.abs(dbias), initial=1)
         )
+    if sinks is not None:
+        assert gradients[4].dtype == sinks.dtype
+        most = np.max(np.abs(expected[6]), initial=1)
+        np.testing.assert_allclose(gradients[4], expected[6], rtol=limit, atol=limit * most)
     return y, lse
 
 

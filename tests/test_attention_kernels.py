@@ -295,6 +295,19 @@ def with_documents():
     return case(Kernel(arrays=True), Mask(intervals=documents(*LENGTHS, causal=False)), queries=300)
 
 
+def with_a_sink():
+    return case(Kernel(sinks=True), CAUSAL, queries=200, heads=3)
+
+
+def dropping():
+    return case(Kernel(dropout_rate=0.3), CAUSAL, queries=320)
+
+
+def dropping_documents():
+    mask = Mask(intervals=documents(*LENGTHS, causal=False))
+    return case(Kernel(arrays=True, dropout_rate=0.5), mask, queries=300)
+
+
 WRONG = r": .* (wrong|not finite)"
 PLANTED_IN_RESULTS = {  # a Fault, what it gives
     "columns_of_another_lane": ("from = lane % 4 * 8 + lane / 8;", "from = lane % 4 * 8 + lane / 4;", "store 1"),
@@ -395,6 +408,34 @@ PLANTED = {  # a Fault; the case that finds it, in which schedule, how
         *("passes", "- p.dlse[of_head", "+ p.dlse[of_head"),
         *(windowed, LATE_COPIES, "d." + WRONG),
     ),
+    "sinks_of_another_head": (
+        *("forward_sm90", "p.mask.sinks[work.batch * p.heads + work.head]", "p.mask.sinks[work.batch * p.heads]"),
+        *(with_a_sink, LATE_COPIES, "y" + WRONG),
+    ),
+    "sums_without_their_sinks_part": (
+        *("forward_sm90", "one = factor == 0 ? 0 : one * factor;", "one *= 1;"),
+        *(with_a_sink, LATE_COPIES, "y" + WRONG),
+    ),
+    "forward_columns_of_dropout": (
+        *("forward_sm90", "i % 2 == 0 ? column_bits.x : column_bits.y", "column_bits.x"),
+        *(dropping, LATE_COPIES, "y" + WRONG),
+    ),
+    "backward_rows_of_dropout": (
+        *("backward_sm90", "row_bits[i % 2], column_bits[i / 2]", "row_bits[0], column_bits[i / 2]"),
+        *(dropping, LATE_COPIES, "d." + WRONG),
+    ),
+    "backward_dropped_by_values": (
+        *("backward_sm90", "? delta : fmaf", "? 0 : fmaf"),
+        *(dropping, LATE_COPIES, "d." + WRONG),
+    ),
+    "backward_kept_overwritten": (
+        *("backward_sm90", "dw[words], kept[words];", "dw[words], (&kept)[words] = dw;"),
+        *(dropping, LATE_PRODUCTS, "dv" + WRONG),
+    ),
+    "dropped_and_not_seen": (
+        *("forward_sm90", "Config::has_dropout ? 0x7FFF : 0xFFFF", "0xFFFF"),
+        *(dropping_documents, LATE_COPIES, "another document has changed"),
+    ),
     "infinity_is_finite": (
         *("masks", "0x00800080u", "0x00400040u"),
         *(with_documents, LATE_COPIES, "another document has changed"),
@@ -407,7 +448,74 @@ def test_a_planted_fault_is_found(folder, name):
     *fault, make, schedule, message = PLANTED[name]
     options = {"schedule": schedule, "fault": Fault(*fault)}
     with pytest.raises(AssertionError, match=message):
-        if make is with_documents:
+        if make in (with_documents, dropping_documents):
             check_spoiled(make(), folder, SPOILS, **options)
         else:
             check_case(make(), folder, **options)
+
+
+# ---- sinks and dropout
+
+WITH_SINKS = {
+    "band": (Kernel(sinks=True), Mask(20, -10), (1, 200, 140)),  # some rows see nothing
+    "wide": (Kernel(128, 128, sinks=True, dtype="f16"), CAUSAL, (2, 150, 150)),
+    "documents": (Kernel(arrays=True, sinks=True), Mask(intervals=documents(30, 3, 267)), (1, 300, 300)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+@BOTH
+def test_sinks(folder, name, schedule):
+    kernel, mask, sizes = WITH_SINKS[name]
+    one = case(kernel, mask, *sizes, heads=4)
+    one.sinks[:, :3] = [-INF, 30, -40]  # of no weight, of nearly all, and of nearly none
+    check_case(one, folder, schedule=schedule)
+
+
+def test_rows_that_see_nothing_have_their_sinks(folder):
+    one = case(Kernel(sinks=True), Mask(20, -10), 1, 200, 140, heads=2)
+    one.v[...] = NAN
+    got = run(one, folder)
+    sees = one.seen[0, 0].any(-1)
+    assert (~sees).any() and not got["y"][0, ~sees].any()
+    np.testing.assert_allclose(got["lse"][0][:, ~sees], np.repeat(one.sinks[0][:, None], (~sees).sum(), 1), rtol=1e-6)
+
+
+WITH_DROPOUT = {
+    "narrow": (Kernel(dropout_rate=0.3), CAUSAL, (1, 330, 330)),
+    "wide": (Kernel(128, 128, dropout_rate=0.1, dtype="f16"), Mask(70, 20), (2, 150, 170)),
+    "widest": (Kernel(256, 256, dropout_rate=0.5, sinks=True), CAUSAL, (1, 150, 150)),
+    "documents": (Kernel(arrays=True, dropout_rate=0.2), Mask(intervals=documents(30, 3, 267)), (2, 300, 300)),
+    "a mask and a bias": (
+        Kernel(arrays=True, dense=True, bias=True, sinks=True, dropout_rate=0.4),
+        Mask(
+            intervals=whole(140, 150),
+            dense=np.random.default_rng(2).random((1, 1, 140, 150)) < 0.7,
+            bias=np.random.default_rng(3).standard_normal((1, 2, 140, 150)),
+        ),
+        (1, 140, 150),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@BOTH
+def test_dropout(folder, name, schedule):
+    kernel, mask, sizes = WITH_DROPOUT[name]
+    check_case(case(kernel, mask, *sizes, heads=2, groups=2), folder, schedule=schedule)
+
+
+def test_dropout_in_splits(folder):
+    kernel = Kernel(split=True, dropout_rate=0.25, arrays=True, ids=True)
+    ids = np.random.default_rng(1).integers(0, 3, (2, 150))
+    mask = Mask(intervals=whole(150, 150, 2), query_ids=ids, key_ids=ids)
+    check_case(case(kernel, mask, 2, 150, heads=4, groups=4, splits=2), folder)
+
+
+@pytest.mark.parametrize("which", ["all", *SPOILS])
+@pytest.mark.parametrize("head", [64, 128])
+def test_what_is_not_finite_stays_in_its_document_beside_dropout(folder, head, which):
+    """It reaches all that see it, dropped or not."""
+    mask = Mask(intervals=documents(*LENGTHS, causal=False))
+    one = case(Kernel(head, head, arrays=True, sinks=True, dropout_rate=0.5), mask, queries=300, heads=2, groups=2)
+    check_spoiled(one, folder, SPOILS if which == "all" else {which: SPOILS[which]}, schedule=AT_RANDOM)

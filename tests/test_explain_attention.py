@@ -178,6 +178,7 @@ def test_compare_has_its_time():
         (MaskSpec(right=-2, has_mask=True), "to i - 2, a dense mask"),
         (MaskSpec(intervals=2, has_ids=True, has_bias=True), "two intervals, ids, a bias"),
         (MaskSpec(intervals=1), "an interval"),
+        (MaskSpec(right=0, has_sinks=True, dropout_rate=0.1), "causal, sinks, dropout of 0.1"),
     ],
 )
 def test_masks_in_words(mask, words):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from coda_jax.attend import blocks
 from coda_jax.attend.masks import Intervals, Masks, Sizes
 from coda_jax.attend.primitive import attend
+from coda_jax.attend.probabilities import checked_dropout, checked_sinks
 from coda_jax.attend.score import Score, trace
 from coda_jax.attend.score.hiding import band, shown
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskSpec
@@ -41,6 +42,9 @@ def attention(
     query_offset: int | jax.Array | None = None,
     score: Callable[..., jax.Array] | None = None,
     operands: Sequence[Any] = (),
+    sinks: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+    dropout_rate: float = 0.0,
     scale: float | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
@@ -78,6 +82,12 @@ def attention(
         jnp.where(.., s, -jnp.inf). None: s itself.
       operands: arrays that score takes, with gradients; floating ones are float32 in it. So have arrays that score
         closes over, in their own dtypes.
+      sinks: (N,), of a floating dtype: exp(sink) of its head is a term of each row's sum, so that a query may attend
+        to nothing. It has a gradient. A query that sees no key has the result 0 here too.
+      dropout_key: of `jax.random.key`, or one of two uint32: what is dropped. None where dropout_rate is 0.
+      dropout_rate: the part of the probabilities that is set to 0, in [0, 1); the others are divided by
+        1 - dropout_rate. What is dropped are the bits of `coda.dropout` (dropout_key, probabilities (B, N, T, S),
+        dropout_rate). No array of them is made.
       scale: a number; default 1 / sqrt(H).
       return_residual: whether to return the log-sum-exp of each row of scores, too.
       implementation: None uses the kernels where they can run, and warns once per reason on a GPU where they cannot;
@@ -87,7 +97,8 @@ def attention(
 
     Returns:
       (B, T, N, Hv) or (T, N, Hv), of query's dtype. With return_residual also the log-sum-exp (B, T, N) or (T, N),
-      float32 (float64 of float64 arrays), -inf where a query sees nothing. JAX's is of key's dtype and has no gradient;
+      float32 (float64 of float64 arrays), of the sink too if there is one, -inf where a query sees nothing and has
+      none; dropout does not change it. JAX's is of key's dtype and has no gradient;
       this one has its gradient (but for "cudnn"), so that attention to parts of the keys can be joined: y1 and y2
       with lse1 and lse2 are y1 exp(lse1 - lse) + y2 exp(lse2 - lse), where lse = jnp.logaddexp(lse1, lse2).
 
@@ -124,10 +135,18 @@ def attention(
         mask=mask,
         bias=bias,
     )
+    sinks = checked_sinks(sinks, sizes)
+    rate, row_bits = checked_dropout(dropout_key, dropout_rate, query)
     if implementation == "cudnn":
+        if sinks is not None or row_bits is not None:
+            raise ValueError(
+                "attention: implementation = 'cudnn' with sinks or dropout, which JAX's call does not have"
+            )
         y, lse = _by_cudnn(query, key, value, masks, sizes, scale, return_residual)
     else:
         mask_spec, arrays = masks.reduced(sizes)
+        mask_spec = dataclasses.replace(mask_spec, has_sinks=sinks is not None, dropout_rate=rate)
+        arrays = arrays._replace(sinks=sinks, row_bits=row_bits)
         if scale <= 0:  # the kernels take the greatest score of a row before they scale it
             query, scale = (-query, -scale) if scale else (query * 0, 1.0)
         traced, read, mask_spec = _traced(score, operands, sizes, mask_spec)

@@ -1,18 +1,19 @@
 """Attention by XLA, a block of queries at a time: O(T) memory in both passes. The reference for the kernels.
 
     s = score(scale q k^T) + bias, -inf where a query does not see a key    m = rows' maximum    e = exp(s - m)
-    l = rows' sums of e          y = (e v) / l          lse = m + log l
+    l = rows' sums of e + exp(sink - m)          y = (z e v) / l          lse = m + log l
 
 The backward pass makes the probabilities again, from lse:
 
-    p = exp(s - lse)        ds = p (dy v^T - delta + dlse)        delta = rowsum(dy y)        dx = score'(x) ds
-    dq = scale dx k         dk = scale dx^T q         dv = p^T dy         dbias = ds, summed over its axes of size 1
+    p = exp(s - lse)        ds = p (z dy v^T - delta)        delta = rowsum(dy y) - dlse        dx = score'(x) ds
+    dq = scale dx k         dk = scale dx^T q         dv = (z p)^T dy       dbias = ds, summed over its axes of size 1
 
 An array that the score reads has score's derivative by it, times ds, summed as the bias's.
 
+Sinks count in m too. z is what dropout multiplies a probability by, 0 or 1 / (1 - rate); without it 1.
 Products are summed in float32 (float64 of float64 arrays), as are s, e and p; e, p and ds are rounded to the arrays'
 dtype where they are factors. A score of `HIDDEN` or less hides its key. A row that sees nothing has y = 0, lse = -inf
-and no gradient.
+or its sink, and no gradient.
 
 A query is not reached by what it does not see, in either pass, even where that is NaN or infinite: where a sum runs
 over such numbers they are zeros here, and the scores of their row or key are NaN instead.
@@ -32,6 +33,7 @@ from jax import lax
 from coda_jax.attend.score import HIDDEN
 from coda_jax.attend.score.evaluate import evaluate
 from coda_jax.attend.spec import AttentionSpec, MaskArrays, MaskSpec
+from coda_jax.epilogue.random_bits import column_bits, is_kept
 from coda_jax.epilogue.values import same_size
 
 _MOST_BYTES = 64 << 20  # of a block's scores
@@ -108,11 +110,15 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.A
     def block(at: _Block) -> tuple[Any, tuple[()]]:
         s = at.scores()
         m = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
+        sinks = problem.masks.sinks
+        m = m if sinks is None else jnp.maximum(m, sinks)
         m = jnp.where(m == -jnp.inf, 0, m)
         e = jnp.exp(s - m)
         total = jnp.sum(e, axis=-1, keepdims=True)
+        total = total if sinks is None else total + jnp.exp(sinks - m)
         is_empty = total == 0
         total = jnp.where(is_empty, 1, total)
+        e = at.dropped(e)
         y = at.product("bngts,bnsh->bngth", e.astype(v.dtype), at.keys(problem.v)) / total
         return (y.astype(q.dtype), jnp.where(is_empty, -jnp.inf, m + jnp.log(total))), ()
 
@@ -129,7 +135,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
       on_cpu: as `forward` has it.
 
     Returns:
-      dq, dk and dv, with the types of q, k and v.
+      dq, dk and dv, with the types of q, k and v; with sinks also delta (B, H, T), 0 of rows without a sum.
     """
     problem, again = _again(arrays, spec, on_cpu)
     q, k, v = arrays[:3]
@@ -141,14 +147,15 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
         rounded, keys = at.through_score(ds).astype(k.dtype), at.keys(problem.k)
         dq = at.product("bngts,bnsh->bngth", rounded, keys) * spec.scale
         dk = at.product("bngts,bngth->bnsh", rounded, at.rows(problem.q)) * spec.scale
-        return (dq.astype(q.dtype),), (dk, at.product("bngts,bngth->bnsh", p.astype(dy.dtype), dy))
+        return (dq.astype(q.dtype),), (dk, at.product("bngts,bngth->bnsh", at.dropped(p).astype(dy.dtype), dy))
 
     dq_pieces, totals = [], tuple(jnp.zeros(x.shape, accumulator) for x in (problem.k, problem.v))
     for span in problem.spans:
         (dq,), totals = problem.over_blocks(block, span, totals)
         dq_pieces.append(dq)
     dk, dv = (total.transpose(0, 2, 1, 3).astype(x.dtype) for total, x in zip(totals, (k, v), strict=True))
-    return [_from_heads(problem.joined(dq_pieces)), dk, dv]
+    of_sinks = [again.delta] if spec.mask.has_sinks else []
+    return [_from_heads(problem.joined(dq_pieces)), dk, dv, *of_sinks]
 
 
 def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
@@ -278,6 +285,15 @@ class _Block(NamedTuple):
         rows = self.start + jnp.arange(self.span.size, dtype=jnp.int32)[:, None]
         return rows, self.key_start + jnp.arange(self.span.width, dtype=jnp.int32)
 
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """Values of the block's pairs, (B, K, G, t, s), times what dropout multiplies probabilities by."""
+        rate, row_bits = self.problem.spec.mask.dropout_rate, self.problem.masks.row_bits
+        if row_bits is None:
+            return x
+        keys = self.key_start + jnp.arange(self.span.width, dtype=jnp.int32)
+        kept = is_kept(self.rows(row_bits), column_bits(keys), rate)
+        return x * jnp.where(kept, jnp.asarray(1 / (1 - rate), x.dtype), 0)  # what is NaN stays so
+
     def _conditions(self) -> list[jax.Array]:
         masks = self.problem.masks
         rows, keys = self.positions()
@@ -317,8 +333,9 @@ class _Problem:
       q: (B, K, G, T, D).
       k, v: (B, K, S, D or Dv).
       key_poison: (B, K, 1, 1, S), NaN for keys whose scores are to be NaN, else 0.
-      masks: mask and bias are (B or 1, K or 1, G or 1, T or 1, S or 1).
-      operands: what the score reads, of such shapes.
+      masks: mask and bias are (B or 1, K or 1, G or 1, T or 1, S or 1), sinks (B or 1, K, G, 1, 1) in the
+        accumulator's dtype, row_bits (B, K, G, T, 1).
+      operands: what the score reads, of such shapes as the mask.
     """
 
     spec: AttentionSpec
@@ -343,11 +360,17 @@ class _Problem:
             groups = (1, 1) if _is_one(x.shape[1]) else (kv_heads, x.shape[1] // kv_heads)
             return _padded(x.reshape(x.shape[0], *groups, *x.shape[2:]), rows, axis=3)
 
+        sinks, row_bits = masks.sinks, masks.row_bits
+        if sinks is not None:
+            sinks = sinks.astype(jnp.promote_types(q.dtype, jnp.float32))[..., None, None]
+            sinks = sinks.reshape(sinks.shape[0], kv_heads, sinks.shape[1] // kv_heads, 1, 1)
         masks = masks._replace(
             intervals=None if masks.intervals is None else _padded(masks.intervals, rows, axis=2),
             query_ids=None if masks.query_ids is None else _padded(masks.query_ids, rows, axis=1),
             mask=None if masks.mask is None else by_heads(masks.mask),
             bias=None if masks.bias is None else by_heads(masks.bias),
+            sinks=sinks,
+            row_bits=None if row_bits is None else by_heads(row_bits[..., None]),
         )
         operands = tuple(map(by_heads, spec.score_arrays(arrays)))
         k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
@@ -396,18 +419,20 @@ class _Again(NamedTuple):
     Attributes:
       dy: (B, K, G, T, Dv).
       lse: (B, K, G, T, 1), inf for rows that see nothing, whose p is 0 then, and NaN for those whose p is to be.
-      correction: delta - dlse of each row.
+      row_delta: delta of each row, where it is finite.
+      delta: (B, H, T), as it is.
     """
 
     v: jax.Array
     dy: jax.Array
     lse: jax.Array
-    correction: jax.Array
+    row_delta: jax.Array
+    delta: jax.Array
 
     def __call__(self, at: _Block) -> tuple[jax.Array, jax.Array]:
         p = jnp.exp(at.scores(at.rows(self.lse)))
-        dp = at.product("bngth,bnsh->bngts", at.rows(self.dy), at.keys(self.v))
-        return p, p * (dp - at.rows(self.correction))
+        dp = at.dropped(at.product("bngth,bnsh->bngts", at.rows(self.dy), at.keys(self.v)))
+        return p, p * (dp - at.rows(self.row_delta))
 
 
 def _again(arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool) -> tuple[_Problem, _Again]:
@@ -420,14 +445,15 @@ def _again(arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool) -> tu
     is_empty = lse == -jnp.inf
     dy = jnp.where(is_empty, 0, dy)
     delta = jnp.sum(dy.astype(problem.accumulator) * y.astype(problem.accumulator), axis=-1, keepdims=True)
-    correction = jnp.where(is_empty, 0, delta - dlse)
-    poison = _poison(dy) + _poison(correction) + _poison(q)
+    delta = jnp.where(is_empty, 0, delta - dlse)
+    poison = _poison(dy) + _poison(delta) + _poison(q)
     shift = jnp.where(is_empty, jnp.inf, lse + poison)
     return problem, _Again(
         problem.v,
         problem.of_rows(_finite(dy)),
         problem.of_rows(shift),
-        problem.of_rows(_finite(correction)),
+        problem.of_rows(_finite(delta)),
+        delta[..., 0].transpose(0, 2, 1),
     )
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax import ffi
+from coda_jax.attend import dropout
 from coda_jax.attend.results import Results
 from coda_jax.attend.score import Score
 from coda_jax.attend.score.hiding import band, tiles_hidden
@@ -145,25 +146,35 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
     if of_y is not None and (_is_nothing(q, k, spec) or not _stores_results(of_y, queries)):
         plain_y, plain_lse = forward(*given, spec=spec.plain, yields=yields)
         return of_y.beside(plain_y, plain_lse, scalars)
+    sinks = _sinks(given, spec)
     if _is_nothing(q, k, spec):
-        return [jnp.zeros(y.shape, y.dtype), jnp.full(lse.shape, -jnp.inf, jnp.float32)]
+        nothing = jnp.full(lse.shape, -jnp.inf, jnp.float32)
+        return [jnp.zeros(y.shape, y.dtype), sinks[0][..., None] + jnp.zeros_like(nothing) if sinks else nothing]
     tiles = ForwardTiles.of(q.shape[-1], v.shape[-1], queries)
     mask = _KernelMask.of(given, spec)
     found = mask.tiles(tiles.rows, tiles.keys, by_keys=False) if mask.has_arrays else _NO_TILES
     operands = _Operands([q, k, v])
     pointers = mask.pointers(operands, found)
+    others = [operands.add(x) for x in (*sinks, *dropout.bits(mask.arrays.row_bits, mask.keys))]
     of_score = list(map(operands.add, spec.score_arrays(given)))
     of_scalars = [operands.add(x) for x in scalars]
     count = len(operands.arrays)
     shared_bytes = tiles.shared_bytes(mask.has_arrays, spec.mask.has_ids)
-    members = mask.members | _dtype_member(q) | dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes}
+    members = mask.members | {"has_sinks": spec.mask.has_sinks} | dropout.members(spec.mask) | _dtype_member(q)
+    members |= dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes}
     threads = 128 * (1 + tiles.consumers)
     own = [y, lse] if of_y is None or of_y.keeps_y else [lse]
     maxima, stores = ([], []) if of_y is None else _types_beside(of_y, y.shape, tiles.rows)
     results = [*own, *maxima, *stores, jax.ShapeDtypeStruct((1,), jnp.int32)]  # and the counter of claims
     beside, claimed = count + len(own), count + len(results) - 1
     source = _source(
-        "forward", "coda::attention::ForwardParams", threads, members, _score_text(given, spec), results=of_y
+        "forward",
+        "coda::attention::ForwardParams<Config>",
+        threads,
+        members,
+        _score_text(given, spec),
+        _dropout_text(spec),
+        of_y,
     )
     call = ffi.LaunchCall(
         name="attention",
@@ -174,7 +185,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
         maps=[0, 64, tiles.rows, 1, 64, tiles.keys, 2, 64, tiles.keys],
         pointers=[
             *(count if y in own else -1, beside - 1, claimed),
-            *(*pointers, *of_score, *of_scalars, *range(beside, claimed)),
+            *(*pointers, *others, *of_score, *of_scalars, *range(beside, claimed)),
         ],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, int(yields), _bits(spec.scale)],
@@ -209,7 +220,7 @@ def _members_of_results(results: Results) -> tuple[dict[str, Any], str]:
 
 
 def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
-    """dq, dk and dv by the kernels.
+    """dq, dk and dv by the kernels, and with sinks delta (B, H, T), as `blocks.backward` has them.
 
     Args:
       *arrays: q, k, v and the further arrays as in `forward`; y, lse, dy and dlse (B, H, T).
@@ -218,7 +229,8 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     del yields
     q, k, v, *_, y, lse, dy, dlse = arrays
     if _is_nothing(q, k, spec):
-        return [jnp.zeros(x.shape, x.dtype) for x in (q, k, v)]
+        of_sinks = [jnp.where(lse == -jnp.inf, 0, -dlse)] if spec.mask.has_sinks else []
+        return [*(jnp.zeros(x.shape, x.dtype) for x in (q, k, v)), *of_sinks]
     batch, queries, heads, head = q.shape
     keys, key_heads = k.shape[1:3]
     tiles = BackwardTiles.of(head, v.shape[-1])
@@ -229,6 +241,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     splits = _splits(heads // key_heads, batch, key_tiles, key_heads)
     members = (
         mask.members
+        | dropout.members(spec.mask)
         | _dtype_member(q)
         | dataclasses.asdict(tiles)
         | {"deterministic": config.deterministic, "is_split": splits > 1}
@@ -237,6 +250,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     operands = _Operands([q, k, v, dy])
     statistics = [operands.add(lse_2), operands.add(delta)]
     pointers = mask.pointers(operands, found)
+    bits = [operands.add(x) for x in dropout.bits(mask.arrays.row_bits, keys, _ROWS)]
     order = [operands.add(found.needed_keys), operands.add(found.positions)]
     of_score = list(map(operands.add, spec.score_arrays(arrays)))
     count = len(operands.arrays)
@@ -246,20 +260,22 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         jax.ShapeDtypeStruct((batch, heads, query_tiles), jnp.int32),
     ]
     shared_bytes = tiles.shared_bytes(mask.vectors)
+    source = _source(
+        "backward",
+        "coda::attention::BackwardParams<Config>",
+        384,
+        members | {"shared_bytes": shared_bytes},
+        _score_text(arrays, spec),
+        _dropout_text(spec),
+    )
     call = ffi.LaunchCall(
         name="attention, backward",
-        source=_source(
-            "backward",
-            "coda::attention::BackwardParams",
-            384,
-            members | {"shared_bytes": shared_bytes},
-            _score_text(arrays, spec),
-        ),
+        source=source,
         threads=384,
         smem_bytes=shared_bytes,
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
-        pointers=[*statistics, *pointers, *order, count, count + 1, count + 2, count + 3, *of_score],
+        pointers=[*statistics, *pointers, *bits, *order, count, count + 1, count + 2, count + 3, *of_score],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, splits, _bits(spec.scale)],
         zeroed=[count + 3 if config.deterministic else count],
@@ -268,7 +284,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     dq = _in_rows(sums, turns if config.deterministic else None, q, spec.scale, members)
     if splits > 1:
         dk, dv = (jnp.sum(x, axis=0).astype(like.dtype) for x, like in ((dk, k), (dv, v)))
-    return [dq, dk, dv]
+    return [dq, dk, dv, *([delta[:, :, :queries]] if spec.mask.has_sinks else [])]
 
 
 def _statistics(y: jax.Array, dy: jax.Array, lse: jax.Array, dlse: jax.Array) -> list[jax.Array]:
@@ -308,6 +324,16 @@ def _in_rows(
     )
     (dq,) = _launched(operands, [jax.ShapeDtypeStruct(q.shape, q.dtype)], call)
     return dq
+
+
+def _sinks(arrays: Sequence[jax.Array], spec: AttentionSpec) -> list[jax.Array]:
+    """The sinks of each sequence, (B, H) float32, if there are any."""
+    sinks, (batch, _, heads, _) = spec.mask_arrays(arrays).sinks, arrays[0].shape
+    return [] if sinks is None else [jnp.broadcast_to(sinks.astype(jnp.float32), (batch, heads))]
+
+
+def _dropout_text(spec: AttentionSpec) -> str:
+    return dropout.text(spec.mask.dropout_rate) if spec.mask.has_dropout else ""
 
 
 _SIZES = [0, 0, 0, 1, 1, 1, 0, 2, 1, 2]  # batch, queries, keys, heads, heads of keys, of q and k
@@ -385,7 +411,7 @@ class _KernelMask:
         given = spec.mask_arrays(arrays)
         bounds = tuple(_NO_BOUND if bound is None else bound for bound in (mask.left, mask.right))
         if not (mask.intervals or mask.has_ids or mask.has_mask or mask.has_bias or _score_hides(arrays, spec)):
-            return cls((bounds[0], bounds[1]), queries, keys, MaskArrays())
+            return cls((bounds[0], bounds[1]), queries, keys, MaskArrays(row_bits=given.row_bits))
         intervals = given.intervals
         if intervals is None:
             intervals = _band_intervals(mask.left, mask.right, batch, queries, keys)
@@ -413,7 +439,7 @@ class _KernelMask:
     def vectors(self) -> int:
         """Vectors that the backward kernel loads with a tile of queries."""
         intervals = self.arrays.intervals.shape[1] if self.has_arrays else 0
-        return 2 + intervals + (self.arrays.query_ids is not None)
+        return 2 + intervals + (self.arrays.query_ids is not None) + (self.arrays.row_bits is not None)
 
     @property
     def members(self) -> dict[str, Any]:
@@ -551,12 +577,14 @@ def _source(
     threads: int,
     members: dict[str, Any],
     score: str = "",
+    dropout_text: str = "",
     results: Results | None = None,
 ) -> str:
     """The text of a kernel: its Config, and the call of a function of the headers.
 
     Args:
       score: the definition of the score function.
+      dropout_text: that of dropout.
       results: those beside y; None for none.
     """
     header = {
@@ -564,19 +592,17 @@ def _source(
         "backward": "attention_backward_sm90.cuh",
     }.get(function, "attention_passes.cuh")
     lines = [_member(name, value) for name, value in members.items()]
-    arguments = ["Score::arrays"] if score else []
     if score:
         lines.append("using Score = ::Score;")
+    if dropout_text:
+        lines.append("using Dropout = dropout::Epilogue;")
     if results is not None:
         own, epilogue = _members_of_results(results)
         lines += [*(_member(name, value) for name, value in own.items()), "using Epilogue = ::Epilogue;"]
-        arguments = [*(arguments or ["0"]), str(own["result_pointers"])]
         score += ("\n" if score else "") + epilogue
-    if arguments:
-        params = f"{params}Of<{', '.join(arguments)}>"
     return f"""#include "{header}"
 
-{score}{chr(10) if score else ""}struct Config {{
+{dropout_text}{score}{chr(10) if score else ""}struct Config {{
 {"".join(f"  {line}{chr(10)}" for line in lines)}}};
 
 extern "C" __global__ void __launch_bounds__({threads}, 1)
@@ -591,6 +617,8 @@ def _member(name: str, value: Any) -> str:
         return f"static constexpr coda::DType {name} = coda::DType::{value};"
     if isinstance(value, bool):
         return f"static constexpr bool {name} = {'true' if value else 'false'};"
+    if isinstance(value, float):
+        return f"static constexpr float {name} = {np.float32(value)}f;"
     return f"static constexpr int {name} = {value};"
 
 

@@ -2,7 +2,8 @@
 
 Sequences, heads and queries may be sharded; keys are gathered, and so are the columns of heads. Each device has the key
 heads of its queries: where there are fewer than shards, several devices have the same one. dk and dv are summed over
-the devices that share keys: those with other queries, and those with other heads of the same key head.
+the devices that share keys: those with other queries, and those with other heads of the same key head. Bits of dropout
+are those of an element's place in the whole: a device has those of its rows, and all keys.
 """
 
 from __future__ import annotations
@@ -68,20 +69,22 @@ class Plan(NamedTuple):
             "intervals": partition_spec([self.batch, (), self.rows]),
             "query_ids": partition_spec([self.batch, self.rows]),
             "key_ids": partition_spec([self.batch, ()]),
+            "row_bits": of_rows,
         }
         others = [of_masks.get(name) for name in spec.mask.fields]
         others += [None] * (spec.count - 3 - len(others))
         for i, x in enumerate(arrays[3 : spec.count]):
-            if others[i] is None:  # of all pairs, with axes of size 1
-                each = zip(x.shape, (self.batch, self.heads, self.rows, ()), strict=True)
+            if others[i] is None:  # sinks, or of all pairs, with axes of size 1
+                each = zip(x.shape, (self.batch, self.heads, self.rows, ()), strict=False)
                 others[i] = partition_spec([() if size == 1 else names for size, names in each])
         results = (of_queries, of_rows, of_queries, of_rows)  # y, lse and their cotangents
         scalars = [partition_spec([])] * len(operands)
         return (of_queries, of_keys, of_keys, *others, *results[: len(arrays) - spec.count], *scalars)
 
     def result_specs(self, spec: AttentionSpec, *, is_backward: bool) -> tuple[Any, ...]:
-        """The shardings of y and lse and what is made of y, or of dq, dk and dv."""
+        """The shardings of y and lse and what is made of y, or of dq, dk, dv and, with sinks, delta."""
         of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
+        of_rows = partition_spec([self.batch, self.heads, self.rows])
         if not is_backward:
             of_y = spec.results
             y = [of_queries] if of_y is None or of_y.keeps_y else []
@@ -89,8 +92,9 @@ class Plan(NamedTuple):
             stores = () if of_y is None else of_y.program.stores
             tiles = (transposed if store.transposed else of_queries for store in stores)
             maxima = [partition_spec([])] * (0 if of_y is None else len(of_y.program.reductions))
-            return *y, partition_spec([self.batch, self.heads, self.rows]), *tiles, *maxima
-        return of_queries, *(partition_spec([self.batch, x, self.key_heads, ()]) for x in self.key_scatters)
+            return *y, of_rows, *tiles, *maxima
+        of_keys = (partition_spec([self.batch, x, self.key_heads, ()]) for x in self.key_scatters)
+        return of_queries, *of_keys, *([of_rows] if spec.mask.has_sinks else [])
 
 
 def plan(
@@ -126,7 +130,7 @@ def plan(
     while key_heads % math.prod(mesh_sizes[name] for name in of_heads[:count]):
         count -= 1
     shared = {*rows, *of_heads[count:]}
-    wanted = (tuple(name for name in cuts[1] if name in shared) for cuts in results[1:])
+    wanted = (tuple(name for name in cuts[1] if name in shared) for cuts in results[1:3])
     scatters = tuple(cutting_evenly(names, mesh_sizes, keys) for names in wanted) if is_backward else ()
     return Plan(batches, of_heads, rows, of_heads[:count], scatters)
 
@@ -167,11 +171,12 @@ def on_each_device(
     results = form_of(arrays, spec, None if seen is None else seen // share)(*arrays)
     if not is_backward(primitive):
         return _of_all_devices(results, spec, plan)
-    dq, *of_keys = results
+    dq, dk, dv, *of_sinks = results
     axes = plan.rows + plan.sharing
-    specs = plan.result_specs(spec, is_backward=True)[1:]
-    each = zip(of_keys, specs, strict=True)
-    return [dq, *(_summed(heads_of_device.placed(x), axes, wanted) if axes else x for x, wanted in each)]
+    specs = plan.result_specs(spec, is_backward=True)[1:3]
+    each = zip((dk, dv), specs, strict=True)
+    of_keys = (_summed(heads_of_device.placed(x), axes, wanted) if axes else x for x, wanted in each)
+    return [dq, *of_keys, *of_sinks]
 
 
 def _of_all_devices(results: list[jax.Array], spec: AttentionSpec, plan: Plan) -> list[jax.Array]:
@@ -246,7 +251,7 @@ def lower_explicit(
 
 def parts_of_types(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec) -> tuple[list[Any], list[Any]]:
     """Types of what a device has of the arguments and of the results, whose types are over explicit axes."""
-    sizes, backward = mesh_of(avals).shape, len(results) == 3 and spec.results is None
+    sizes, backward = mesh_of(avals).shape, len(results) >= 3 and spec.results is None
     cuts = list(map(explicit_cuts, avals)), _like_queries(list(map(explicit_cuts, results)), spec, is_backward=backward)
     planned = plan([x.shape for x in avals], *cuts, sizes, is_backward=backward)
     result_specs = planned.result_specs(spec, is_backward=backward)
@@ -335,7 +340,7 @@ def sharding_rule(
         return ArrayMapping("batch", of_heads, "rows")
 
     def of_all_pairs(shape: Sequence[int]) -> ArrayMapping:
-        each = zip(shape, ("batch", of_heads, "rows", None), strict=True)
+        each = zip(shape, ("batch", of_heads, "rows", None), strict=False)
         return ArrayMapping(*(whole() if size == 1 or name is None else name for size, name in each))
 
     def masks(field: str, shape: Sequence[int]) -> ArrayMapping:
@@ -346,7 +351,9 @@ def sharding_rule(
                 return ArrayMapping("batch", "rows")
             case "key_ids":
                 return ArrayMapping("batch", whole())
-        return of_all_pairs(shape)
+            case "row_bits":
+                return of_rows()
+        return of_all_pairs(shape)  # of sinks the first two axes
 
     def keys(rows: str | None = None) -> ArrayMapping:
         return ArrayMapping("batch", rows or whole(), of_key_heads, whole())
@@ -356,6 +363,7 @@ def sharding_rule(
     if is_backward(primitive):
         arguments += [queries(), of_rows(), queries(), of_rows()]
         results = [queries(), keys("keys_of_dk"), keys("keys_of_dv")]  # sums, which may be scattered
+        results += [of_rows()] if spec.mask.has_sinks else []
     else:
         results = [*([queries()] if spec.results is None or spec.results.keeps_y else []), of_rows()]
         for store in () if spec.results is None else spec.results.program.stores:

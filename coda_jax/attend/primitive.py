@@ -3,11 +3,12 @@
     attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays, the score's arrays, operands of
         the results -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32, the results; y not where
         `Results.keeps_y` is False
-    attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T) -> dq, dk, dv
+    attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T)
+        -> dq, dk, dv, with sinks also delta (B, H, T) float32
 
-K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing lse is -inf and y is 0. The
-mask's arrays are those of `MaskArrays`, the score's are (1 or B, 1 or H, 1 or T, 1 or S). float64 arrays, which XLA
-alone takes, have lse in float64.
+K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing y is 0, and lse is -inf, or
+its sink. delta is rowsum(dy y) - dlse, of which sinks have their gradient. The mask's arrays are those of `MaskArrays`,
+the score's are (1 or B, 1 or H, 1 or T, 1 or S). float64 arrays, which XLA alone takes, have lse and delta in float64.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import batching, mlir
 
 from coda_jax.attend import blocks
+from coda_jax.attend.probabilities import sinks_cotangent
 from coda_jax.attend.results import Results
 from coda_jax.attend.spec import AttentionSpec
 from coda_jax.epilogue import Epilogue
@@ -100,11 +102,15 @@ def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arra
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         arrays, y, lse = kept
         all_arrays = *arrays, y, lse, *cotangents
-        found: list[Any] = [*_gradients(*all_arrays, spec=spec), *(None,) * (len(arrays) - 3)]
+        dq, dk, dv, *of_sinks = _gradients(*all_arrays, spec=spec)
+        found: list[Any] = [dq, dk, dv, *(None,) * (len(arrays) - 3)]
         for form, places in _differentiated(spec):  # apart, so that nothing is computed for which nobody asks
             by_array = _cotangents(*all_arrays, spec=spec, on_cpu=_has_cpu_alone(), form=form, places=places)
             for place, x in zip(places, by_array, strict=True):
                 found[place] = x
+        if spec.mask.has_sinks:
+            place = spec.mask_arrays(range(len(arrays))).sinks
+            found[place] = _sinks_cotangent(arrays[place], lse, *of_sinks)
         return tuple(found)
 
     y, lse = differentiable("attention", run, forward, backward)(*vary(varying_axes(*arrays), *arrays))
@@ -156,7 +162,7 @@ def attend_with_results(
 
 
 def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    """dq, dk and dv, with their own derivative."""
+    """The results of the backward pass, with their own derivative."""
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return _bind(attention_backward_p, *arrays, spec=spec)
@@ -231,17 +237,24 @@ def _check_slopes(spec: AttentionSpec) -> None:
         raise NotTileLocalError(f"score '{spec.score.name}' has no derivative here: {spec.score.why_no_slope}")
 
 
+@jax.jit
+def _sinks_cotangent(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    def form(*arrays: jax.Array) -> list[jax.Array]:
+        return [sinks_cotangent(*arrays)]
+
+    (result,) = _by_xla(form, [jax.typeof(sinks)], (sinks, lse, delta))
+    of_sinks: jax.Array = result
+    return of_sinks
+
+
 def _has_cpu_alone() -> bool:
     """Whether what is computed beside the primitives, whose lowerings know their platform, is for a CPU."""
     return jax.default_backend() == "cpu"
 
 
 def _forward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
-    batch, length, heads, _ = q.shape
-    axes, shape = explicit_cuts(q), (batch, length, heads, v.shape[-1])
-    y = _type_like(q, shape, q.dtype, (*axes[:3], ()))
-    lse = jnp.promote_types(q.dtype, jnp.float32)
-    types = [y, _type_like(q, (batch, heads, length), lse, (axes[0], axes[2], axes[1]))]
+    axes, shape = explicit_cuts(q), (*q.shape[:3], v.shape[-1])
+    types = [_type_like(q, shape, q.dtype, (*axes[:3], ())), _type_of_rows(q)]
     if spec.results is None:
         return types
     cuts = {4: (axes[0], axes[1], axes[2], ()), 0: ()}
@@ -252,6 +265,13 @@ def _forward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list
     return types if spec.results.keeps_y else types[1:]
 
 
+def _type_of_rows(q: Any) -> Any:
+    """The type of lse and delta."""
+    batch, length, heads, _ = q.shape
+    axes = explicit_cuts(q)
+    return _type_like(q, (batch, heads, length), jnp.promote_types(q.dtype, jnp.float32), (axes[0], axes[2], axes[1]))
+
+
 def _type_like(q: Any, shape: Sequence[Any], dtype: Any, mesh_axes: Sequence[tuple[str, ...]]) -> Any:
     """A type on q's mesh, which these axes of it shard."""
     sharding = q.sharding.update(spec=partition_spec(mesh_axes))
@@ -259,7 +279,7 @@ def _type_like(q: Any, shape: Sequence[Any], dtype: Any, mesh_axes: Sequence[tup
 
 
 def _backward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
-    return [x.update(weak_type=False) for x in (q, k, v)]
+    return [*(x.update(weak_type=False) for x in (q, k, v)), *([_type_of_rows(q)] if spec.mask.has_sinks else [])]
 
 
 _TYPES = {x: _backward_types if is_backward(x) else _forward_types for x in FORMS}
@@ -282,7 +302,7 @@ def _batch(
     of_mask, of_score = spec.mask_arrays(range(len(arrays))), spec.score_arrays(range(len(arrays)))
     merged = []
     for i, (x, dim) in enumerate(each):
-        if dim is None and i in (of_mask.mask, of_mask.bias, *of_score) and same_size(x.shape[0], 1):
+        if dim is None and i in (of_mask.mask, of_mask.bias, of_mask.sinks, *of_score) and same_size(x.shape[0], 1):
             merged.append(x)  # one for all
             continue
         x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)

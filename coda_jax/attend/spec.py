@@ -25,7 +25,7 @@ class AttentionConfig:
 
 
 class MaskArrays(NamedTuple):
-    """The arrays of a mask, each None where its `MaskSpec` has none.
+    """The arrays that say what probabilities are, each None where its `MaskSpec` has none.
 
     B sequences of T queries and S keys; H heads.
 
@@ -36,6 +36,8 @@ class MaskArrays(NamedTuple):
       query_ids, key_ids: (B, T) and (B, S) int32.
       mask: (1 or B, 1 or H, 1 or T, 1 or S) bool.
       bias: the same shape, of a floating dtype.
+      sinks: (1 or B, H), of a floating dtype: exp(sink) is a term of the sum of each row of scores.
+      row_bits: (B, H, T) int32: random bits of each row, of which those of its probabilities are made.
     """
 
     intervals: Any = None
@@ -43,6 +45,8 @@ class MaskArrays(NamedTuple):
     key_ids: Any = None
     mask: Any = None
     bias: Any = None
+    sinks: Any = None
+    row_bits: Any = None
 
     @property
     def present(self) -> tuple[Any, ...]:
@@ -52,7 +56,7 @@ class MaskArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MaskSpec:
-    """The keys that a query sees: query i sees key j where all of this holds.
+    """The keys that a query sees, and what else changes its probabilities. Query i sees key j where all of this holds.
 
     Attributes:
       left, right: i - left <= j <= i + right; None is no bound. Either may be negative.
@@ -61,6 +65,8 @@ class MaskSpec:
       has_ids: whether queries and keys have ids, which must be equal.
       has_mask: whether there is a mask of all pairs.
       has_bias: whether there is a bias, which is added to scores and hides no key but by -inf.
+      has_sinks: whether rows have a term of their heads in their sums.
+      dropout_rate: the part of the probabilities that is dropped when all sums are made, in [0, 1).
     """
 
     left: int | None = None
@@ -69,14 +75,27 @@ class MaskSpec:
     has_ids: bool = False
     has_mask: bool = False
     has_bias: bool = False
+    has_sinks: bool = False
+    dropout_rate: float = 0.0
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether probabilities are dropped."""
+        return self.dropout_rate > 0
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the fields of `MaskArrays` that there are."""
-        ids = ("query_ids", "key_ids") if self.has_ids else ()
-        has = (("intervals", self.intervals > 0), ("mask", self.has_mask), ("bias", self.has_bias))
-        intervals, mask, bias = ((name,) if flag else () for name, flag in has)
-        return (*intervals, *ids, *mask, *bias)
+        has = {
+            "intervals": self.intervals > 0,
+            "query_ids": self.has_ids,
+            "key_ids": self.has_ids,
+            "mask": self.has_mask,
+            "bias": self.has_bias,
+            "sinks": self.has_sinks,
+            "row_bits": self.has_dropout,
+        }
+        return tuple(name for name in MaskArrays._fields if has[name])
 
     def arrays(self, arrays: Sequence[Any]) -> MaskArrays:
         """The arrays of a call, or other values of which there is one for each, by name."""

@@ -11,6 +11,7 @@ From a function to a kernel's epilogue, in order:
   operand       describes an array beside acc; operand_kinds defines each kind, for this package and those that import
                 it; groups has operands with an entry for each group of rows
   saturate, contraction_order  are functions that epilogues know by name, beside logsumexp
+  random_bits   has the bits of an element that dropout goes by
   group_reductions  reduces over the rows of each group, by XLA, from values of each row
   finishing     collects the equations over finished reductions, which XLA runs after the kernel
   simplify      shortens the nodes; assemble numbers them and makes the program

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from coda_jax.epilogue.random_bits import column_bits, is_kept, row_bits
 from coda_jax.graph.values import is_float
-
-# The multipliers of lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018), as int32, and its shifts.
-_MULTIPLIERS, _SHIFTS = (0x7FEB352D, 0x846CA68B - 2**32), (16, 15, 16)
 
 
 def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
@@ -44,17 +42,8 @@ def dropout(key: jax.Array, x: jax.Array, rate: float) -> jax.Array:
         raise ValueError(f"dropout: rate = {rate}; it must be at least 0 and less than 1")
     if rate == 0:
         return x
-    rows = lax.bitcast_convert_type(jax.random.bits(key, (*x.shape[:-1], 1), jnp.uint32), jnp.int32)
-    columns = _hashed(lax.iota(jnp.int32, x.shape[-1] if x.ndim else 1))
-    bits = _hashed(rows + columns).reshape(x.shape)
-    kept = bits < min(round((0.5 - rate) * 2**32), 2**31 - 1)  # they are signed
+    rows = row_bits(key, (*x.shape[:-1], 1))
+    columns = column_bits(lax.iota(jnp.int32, x.shape[-1] if x.ndim else 1))
+    kept = is_kept(rows, columns, rate).reshape(x.shape)
     scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * (1 / (1 - rate))
     return jnp.where(kept, scaled.astype(x.dtype), jnp.zeros((), x.dtype))
-
-
-def _hashed(bits: jax.Array) -> jax.Array:
-    """Other bits for each int32, one for one."""
-    first, second, third = _SHIFTS
-    bits = (bits ^ lax.shift_right_logical(bits, jnp.int32(first))) * jnp.int32(_MULTIPLIERS[0])
-    bits = (bits ^ lax.shift_right_logical(bits, jnp.int32(second))) * jnp.int32(_MULTIPLIERS[1])
-    return bits ^ lax.shift_right_logical(bits, jnp.int32(third))

@@ -28,7 +28,7 @@ class AttentionCall:
     Attributes:
       is_backward: whether it is the backward pass.
       query, key, value: types of the arrays, unsharded.
-      mask: which keys a query sees, in words, and the score function's name.
+      mask: which keys a query sees, in words, what else changes its probabilities, and the score function's name.
       reason: why it takes XLA's form; None if it is the Hopper kernels.
       over: the mesh axes over which each device runs it on its own part.
       flops: that the mask needs, as `coda_jax.attend.costs` counts them: documents are taken to be half of all pairs.
@@ -116,7 +116,7 @@ def _score_in_words(spec: AttentionSpec, hides: Score | None) -> str:
 
 
 def in_words(mask: MaskSpec) -> str:
-    """The keys that a query sees: "causal, ids"."""
+    """The keys that a query sees, and what else changes its probabilities: "causal, ids, sinks"."""
     words = []
     if (mask.left, mask.right) == (None, 0):
         words.append("causal")
@@ -125,5 +125,11 @@ def in_words(mask: MaskSpec) -> str:
         bounds += [f"to i + {mask.right}"] if mask.right is not None else []
         words.append(" ".join(bounds).replace("- -", "+ ").replace("+ -", "- "))
     words += [("an interval", "two intervals")[mask.intervals - 1]] if mask.intervals else []
-    has = {"ids": mask.has_ids, "a dense mask": mask.has_mask, "a bias": mask.has_bias}
+    has = {
+        "ids": mask.has_ids,
+        "a dense mask": mask.has_mask,
+        "a bias": mask.has_bias,
+        "sinks": mask.has_sinks,
+        f"dropout of {mask.dropout_rate:g}": mask.has_dropout,
+    }
     return ", ".join([*words, *(name for name, flag in has.items() if flag)]) or "none"

@@ -30,6 +30,8 @@ struct Problem {
   const int *order_of_keys, *positions;
   const unsigned char* dense;
   const void* bias;
+  const float* sinks;
+  const int *row_bits, *padded_row_bits, *column_bits;
   float *lse_2, *delta, *sums;
   int* turns;
   void *dk, *dv;
@@ -55,6 +57,15 @@ struct Problem {
   }
   attention::Broadcast broadcast(const int (&sizes)[4]) const { return {sizes[0], sizes[1], sizes[2], sizes[3]}; }
 };
+template <class Operands>
+static Operands operands_of(const attention::Mask& mask, const Problem& p, const int* row_bits) {
+  Operands operands = {};
+  static_cast<attention::Mask&>(operands) = mask;
+  if constexpr (requires { operands.sinks; }) operands.sinks = p.sinks;
+  if constexpr (requires { operands.row_bits; })
+    operands.row_bits = row_bits, operands.column_bits = p.column_bits;
+  return operands;
+}
 static const char* run(const Problem& p, unsigned blocks, unsigned threads, int shared_bytes,
                        const std::function<void()>& kernel) {
   emulated::schedule = p.schedule;
@@ -67,26 +78,29 @@ static const char* run(const Problem& p, unsigned blocks, unsigned threads, int 
 extern "C" const char* forward(const Problem& p) {
   using Kernel = attention::Forward<Tiles::Forward>;
   const int pieces = attention::tiles_of(p.queries, Kernel::rows) * p.batch * p.heads;
-  const Kernel::Params params = {p.map(p.q, Tiles::Forward::head, p.heads, p.queries, Kernel::rows),
-                                 p.map(p.k, Tiles::Forward::head, p.key_heads, p.keys, Kernel::keys),
-                                 p.map(p.v, Tiles::Forward::value_head, p.key_heads, p.keys, Kernel::keys),
-                                 p.y,
-                                 p.lse,
-                                 p.claimed,
-                                 {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias},
-                                 p.score<Kernel::Score::arrays>(),
-                                 p.beside_y<attention::result_pointers<Tiles::Forward>()>(),
-                                 p.batch,
-                                 p.queries,
-                                 p.keys,
-                                 p.heads,
-                                 p.key_heads,
-                                 p.broadcast(p.dense_sizes),
-                                 p.broadcast(p.bias_sizes),
-                                 p.left,
-                                 p.right,
-                                 0,
-                                 p.scale};
+  using Params = Kernel::Params;
+  const Params params = {
+      p.map(p.q, Tiles::Forward::head, p.heads, p.queries, Kernel::rows),
+      p.map(p.k, Tiles::Forward::head, p.key_heads, p.keys, Kernel::keys),
+      p.map(p.v, Tiles::Forward::value_head, p.key_heads, p.keys, Kernel::keys),
+      p.y,
+      p.lse,
+      p.claimed,
+      operands_of<decltype(Params::mask)>(
+          {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias}, p, p.row_bits),
+      p.score<Kernel::Score::arrays>(),
+      p.beside_y<attention::result_pointers<Tiles::Forward>()>(),
+      p.batch,
+      p.queries,
+      p.keys,
+      p.heads,
+      p.key_heads,
+      p.broadcast(p.dense_sizes),
+      p.broadcast(p.bias_sizes),
+      p.left,
+      p.right,
+      0,
+      p.scale};
   return run(p, min(pieces, 2), Kernel::threads, Kernel::shared_bytes,
              [&] { attention::forward<Tiles::Forward>(params); });
 }
@@ -101,14 +115,17 @@ extern "C" const char* prepare(const Problem& p) {
 
 extern "C" const char* backward(const Problem& p) {
   using Kernel = attention::Backward<Tiles::Backward>;
-  const Kernel::Params params = {
+  using Params = attention::BackwardParams<Tiles::Backward>;
+  const Params params = {
       p.map(p.q, Tiles::Backward::head, p.heads, p.queries, Kernel::queries),
       p.map(p.k, Tiles::Backward::head, p.key_heads, p.keys, Kernel::keys),
       p.map(p.v, Tiles::Backward::value_head, p.key_heads, p.keys, Kernel::keys),
       p.map(p.dy, Tiles::Backward::value_head, p.heads, p.queries, Kernel::queries),
       p.lse_2,
       p.delta,
-      {p.intervals, p.query_ids, p.key_ids, p.needed_rows, p.full_rows, p.order_of_keys, p.dense, p.bias},
+      operands_of<decltype(Params::mask)>(
+          {p.intervals, p.query_ids, p.key_ids, p.needed_rows, p.full_rows, p.order_of_keys, p.dense, p.bias}, p,
+          p.padded_row_bits),
       p.needed_keys,
       p.positions,
       p.sums,

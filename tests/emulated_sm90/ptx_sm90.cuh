@@ -204,6 +204,22 @@ inline uint32 pack_f16(float low, float high) {
   return std::bit_cast<uint16>(static_cast<_Float16>(low)) |
          static_cast<uint32>(std::bit_cast<uint16>(static_cast<_Float16>(high))) << 16;
 }
+/// `nan` is the first pattern, without the sign, that is no number.
+inline uint32 without_negatives(uint32 pair, uint32 nan) {
+  uint32 result = 0;
+  for (int half = 0; half < 32; half += 16) {
+    const uint32 bits = pair >> half & 0xFFFF;
+    const bool is_nan = (bits & 0x7FFF) >= nan;
+    result |= (is_nan ? 0x7FFFu : bits >> 15 != 0 ? 0u : bits) << half;
+  }
+  return result;
+}
+inline uint32 without_negatives_bf16(uint32 pair) {
+  return without_negatives(pair, 0x7F81);
+}
+inline uint32 without_negatives_f16(uint32 pair) {
+  return without_negatives(pair, 0x7C01);
+}
 inline float f16_to_float(uint16 bits) {
   return static_cast<float>(std::bit_cast<_Float16>(bits));
 }
