@@ -10,6 +10,7 @@ import pytest
 import coda_jax as coda
 from coda_jax.attend import blocks
 from coda_jax.attend.spec import AttentionSpec, MaskSpec
+from coda_jax.jaxprs.walk import equations_of
 from tests import tolerance
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -211,6 +212,52 @@ def test_bias_in_blocks_that_move(monkeypatch):
     jax.clear_caches()
     for shape in ((1, N, T, S), (B, 1, 1, S)):
         check(arrays(), IN_BLOCKS["window"][1], bias=normal(7, *shape, dtype=jnp.float32), **IN_BLOCKS["window"][0])
+    jax.clear_caches()
+
+
+def of_bias(batch, tokens, heads, shape, dtype=jnp.float32, width=8, **mask):
+    """The bias's gradient for a CPU, and the types of its arguments."""
+    spec = AttentionSpec(MaskSpec(has_bias=True, **mask), width**-0.5)
+    rows, lse = ((batch, tokens, heads, width), (batch, heads, tokens))
+    types = [jax.ShapeDtypeStruct(x, jnp.float32) for x in (rows, rows, rows, shape, rows, lse, rows, lse)]
+    types[3] = types[3].update(dtype=dtype)
+    return functools.partial(blocks.bias_cotangents, spec=spec, on_cpu=True), types
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 64, 64), (1024, 1, 1, 64)], ids=str)
+def test_a_bias_gradient_of_many_sequences_takes_some_at_a_time(shape):
+    """AlphaFold's pair bias, that many short rows share: a block of 16 rows of all would be 16 MiB."""
+    function, types = of_bias(1024, 64, 4, shape)
+    memory = jax.jit(function).lower(*types).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 5 * blocks._MOST_CPU_BYTES + 5 * types[0].size * 4 // 4
+
+
+def test_a_bias_gradient_is_written_once():
+    """Its rows are put where they belong, in its own dtype, and no second array of all pairs is there."""
+    function, types = of_bias(1, 2048, 4, (1, 4, 2048, 2048), jnp.bfloat16)
+    largest = [v.aval for e, _ in equations_of(function, *types)[0] for v in e.outvars if v.aval.size == 4 * 2048**2]
+    assert {x.dtype for x in largest} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("mask, share", [({}, 1), ({"right": 0}, 1 / 2 + 1 / 16)], ids=str)
+def test_a_bias_gradient_is_two_products(mask, share):
+    """Scores and dy v^T, of the pairs that a band lets see each other; nothing else is computed again."""
+    function, types = of_bias(2, 4096, 4, (1, 4, 4096, 4096), **mask)
+    flops = sum(
+        2 * count * e.outvars[0].aval.size * e.invars[0].aval.shape[-1]
+        for e, count in equations_of(function, *types)[0]
+        if e.primitive.name == "dot_general"
+    )
+    assert flops == 2 * 2 * 4 * 4096**2 * (8 + 8) * share
+
+
+@pytest.mark.parametrize("shape", [(1, N, T, S), (6, 1, T, 1), (1, 1, 1, S), (6, N, 1, 1)], ids=str)
+def test_bias_gradients_of_sequences_in_groups(monkeypatch, shape):
+    """Six sequences, two at a time."""
+    in_small_blocks(monkeypatch)
+    monkeypatch.setattr(blocks, "_MOST_CPU_BYTES", 2 * 4 * N * S * 4)
+    jax.clear_caches()
+    check(arrays(batch=6), KEYS <= ROWS, bias=normal(7, *shape), is_causal=True)
     jax.clear_caches()
 
 

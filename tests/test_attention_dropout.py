@@ -57,7 +57,7 @@ def test_kinds_of_keys():
 
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
 def test_the_part_that_is_dropped(rate):
-    """Of probabilities that are all 1 / S, and values that are the unit vectors."""
+    """Probabilities are all 1 / S, and values the unit vectors."""
     count = 128
     q, k = jnp.zeros((1, 64, 2, 8)), jnp.zeros((1, count, 1, 8))
     v = jnp.eye(count)[None, :, None]

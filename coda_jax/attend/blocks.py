@@ -160,55 +160,122 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
 
 def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """The bias's gradient, with its type, from what `backward` takes."""
-    problem, again = _again(arrays, spec, on_cpu)
-    sums = _sums_of_pairs(problem, [problem.masks.bias], lambda at: [again(at)[1]])
-    bias = spec.mask_arrays(arrays).bias
-    return [x.reshape(bias.shape).astype(bias.dtype) for x in sums]
+
+    def terms(at: _Block, again: _Again) -> list[jax.Array]:
+        return [again(at)[1]]
+
+    likes = [spec.mask_arrays(range(len(arrays))).bias]
+    return _sums_of_pairs(arrays, likes, lambda problem: [problem.masks.bias], terms, spec, on_cpu)
 
 
 def score_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """The gradients of the score's arrays of floating dtypes, with their types, from what `backward` takes."""
-    problem, again = _again(arrays, spec, on_cpu)
     assert spec.score is not None
     places, slopes = zip(*spec.score.slopes, strict=True)
 
-    def terms(at: _Block) -> list[jax.Array]:
+    def by_heads(problem: _Problem) -> list[jax.Array]:
+        return [problem.operands[place] for place in places]
+
+    def terms(at: _Block, again: _Again) -> list[jax.Array]:
         ds = again(at)[1]
         return [_times(ds, slope) for slope in at.by_score(slopes)]
 
-    sums = _sums_of_pairs(problem, [problem.operands[place] for place in places], terms)
-    of = [spec.score_arrays(arrays)[place] for place in places]
-    return [x.reshape(like.shape).astype(like.dtype) for x, like in zip(sums, of, strict=True)]
+    likes = [spec.score_arrays(range(len(arrays)))[place] for place in places]
+    return _sums_of_pairs(arrays, likes, by_heads, terms, spec, on_cpu)
 
 
 def _sums_of_pairs(
-    problem: _Problem, likes: Sequence[jax.Array], terms: Callable[[_Block], Sequence[jax.Array]]
+    arrays: Sequence[jax.Array],
+    places: Sequence[int],
+    by_heads: Callable[[_Problem], Sequence[jax.Array]],
+    terms: Callable[[_Block, _Again], Sequence[jax.Array]],
+    spec: AttentionSpec,
+    on_cpu: bool,
 ) -> list[jax.Array]:
-    """For each of these arrays by heads what pairs add to it: `terms` of a block, summed over its axes of size 1."""
-    has_rows = [not _is_one(x.shape[3]) for x in likes]
+    """For each array at these places what pairs add to it: `terms`, summed over its axes of size 1, in one order.
 
-    def reduced(at: _Block, like: jax.Array, term: jax.Array) -> jax.Array:
-        axes = tuple(axis for axis, size in enumerate(like.shape) if _is_one(size))
-        term = jnp.sum(term, axis=axes, keepdims=True)
-        if _is_one(like.shape[4]):
-            return term
-        # Of keys that the block does not read, zeros.
-        zeros = jnp.zeros((*term.shape[:-1], problem.k.shape[2]), term.dtype)
-        return lax.dynamic_update_slice_in_dim(zeros, term, at.key_start, axis=4)
+    Each block's sum is put into its place, so that nothing larger than a block and the result is in memory. Where a
+    block of few rows of all sequences is too large, some of them are taken at a time, each `count`-th, so that devices
+    with others stay apart.
+    """
+    run = functools.partial(_with_sums_of_pairs, by_heads=by_heads, terms=terms, spec=spec, on_cpu=on_cpu)
+    likes, batch, count = (
+        [arrays[i] for i in places],
+        arrays[0].shape[0],
+        _groups_of_sequences(arrays[0], arrays[1], on_cpu),
+    )
+    if count == 1:
+        sums = run([None] * len(likes), arrays, [False] * len(likes))
+        return [x.reshape(like.shape).astype(like.dtype) for x, like in zip(sums, likes, strict=True)]
+    parts = [x if _is_one(x.shape[0]) else x.reshape(batch // count, count, *x.shape[1:]) for x in arrays]
+    is_shared = [_is_one(like.shape[0]) for like in likes]
+
+    def some(i: Any) -> list[jax.Array]:
+        each = zip(arrays, parts, strict=True)
+        return [x if x is part else lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for x, part in each]
+
+    def step(totals: Any, i: Any) -> tuple[Any, Any]:
+        found = run(totals, some(i), is_shared)
+        each = list(zip(found, is_shared, strict=True))
+        return [x if shared else None for x, shared in each], [None if shared else x for x, shared in each]
+
+    totals, first = step([None] * len(likes), 0)
+    totals, others = lax.scan(step, totals, jnp.arange(1, count, dtype=jnp.int32))
+    found = []
+    for like, total, one, more in zip(likes, totals, first, others, strict=True):
+        if total is None:
+            total = jnp.concatenate([one[:, None], jnp.moveaxis(more, 0, 1)], axis=1)
+        found.append(total.reshape(like.shape).astype(like.dtype))
+    return found
+
+
+def _groups_of_sequences(q: jax.Array, k: jax.Array, on_cpu: bool) -> int:
+    """The number of groups of sequences, such that scores of the least block of one are few enough bytes."""
+    batch, heads, keys = q.shape[0], q.shape[2], k.shape[1]
+    if not all(isinstance(size, int) and size > 0 for size in (batch, heads, keys)):
+        return 1
+    most = max((_MOST_CPU_BYTES if on_cpu else _MOST_BYTES) // (4 * heads * keys * _LEAST_ROWS), 1)
+    return next(n for n in range(1, batch + 1) if batch % n == 0 and batch // n <= most)
+
+
+def _with_sums_of_pairs(
+    totals: Sequence[jax.Array | None],
+    arrays: Sequence[jax.Array],
+    is_sum: Sequence[bool],
+    *,
+    by_heads: Callable[[_Problem], Sequence[jax.Array]],
+    terms: Callable[[_Block, _Again], Sequence[jax.Array]],
+    spec: AttentionSpec,
+    on_cpu: bool,
+) -> list[jax.Array]:
+    """The totals of other sequences, if there are any, and what these sequences add.
+
+    Args:
+      is_sum: whether more is added to a result, which is in the accumulator's dtype then.
+    """
+    problem, again = _again(arrays, spec, on_cpu)
+    likes = by_heads(problem)
+    has_rows, has_keys = ([not _is_one(x.shape[axis]) for x in likes] for axis in (3, 4))
+
+    def begin(total: jax.Array | None, like: jax.Array, has_rows: bool, is_sum: bool) -> jax.Array:
+        if total is None:  # rows that a block has are its sums alone
+            return jnp.zeros(like.shape, like.dtype if has_rows and not is_sum else problem.accumulator)
+        return _padded(total, like.shape[3], axis=3)
 
     def block(at: _Block) -> tuple[Any, Any]:
-        each = [reduced(at, like, term) for like, term in zip(likes, terms(at), strict=True)]
-        rows = tuple(x for x, flag in zip(each, has_rows, strict=True) if flag)
-        return rows, tuple(x for x, flag in zip(each, has_rows, strict=True) if not flag)
+        each = zip(likes, terms(at, again), strict=True)
+        axes = [tuple(axis for axis, size in enumerate(like.shape) if _is_one(size)) for like in likes]
+        return (), tuple(jnp.sum(term, axis=axis, keepdims=True) for (_, term), axis in zip(each, axes, strict=True))
 
-    of_all = [like for like, flag in zip(likes, has_rows, strict=True) if not flag]
-    total: Any = tuple(jnp.zeros(like.shape, problem.accumulator) for like in of_all)
-    pieces = []
+    def add(number: int, total: jax.Array, term: jax.Array, at: _Block) -> jax.Array:
+        place = (0, 0, 0, at.start if has_rows[number] else 0, at.key_start if has_keys[number] else 0)
+        before = lax.dynamic_slice(total, place, term.shape).astype(term.dtype)
+        return lax.dynamic_update_slice(total, (before + term).astype(total.dtype), place)
+
+    found: Any = tuple(begin(*each) for each in zip(totals, likes, has_rows, is_sum, strict=True))
     for span in problem.spans:
-        rows, total = problem.over_blocks(block, span, total)
-        pieces.append(rows)
-    joined, totals = iter([problem.joined(x) for x in zip(*pieces, strict=True)]), iter(total)
-    return [next(joined) if flag else next(totals) for flag in has_rows]
+        _, found = problem.over_blocks(block, span, found, add)
+    return [problem.joined([x]) if rows else x for x, rows in zip(found, has_rows, strict=True)]
 
 
 def seen(spec: MaskSpec, arrays: Sequence[jax.Array], length: Any, keys: Any) -> jax.Array | None:
@@ -385,26 +452,37 @@ class _Problem:
         """An array of queries (B, T, H, n) as (B, K, G, T, n), T padded."""
         return _padded(_by_heads(x, self.k.shape[1]), self.q.shape[3], axis=3)
 
-    def over_blocks(self, block: Callable[[_Block], Any], span: Span, totals: Any = ()) -> Any:
+    def over_blocks(
+        self, block: Callable[[_Block], Any], span: Span, totals: Any = (), add: Callable[..., jax.Array] | None = None
+    ) -> Any:
         """The results of a block for the rows of a span, whose axis is 3, and the totals with all that blocks add.
 
-        What a block adds is for all keys, or for the keys that it reads, in axis 2.
+        Args:
+          add: (number of a total, total, term, block) -> total. By default a term is for all keys, or for those that
+            the block reads, in axis 2.
         """
 
-        def step(totals: Any, start: Any) -> tuple[Any, Any]:
+        def at(start: Any) -> _Block:
             key_start: Any = span.first
             if not same_size(span.width, span.count):
                 key_start = jnp.clip(start - (self.spec.mask.left or 0), 0, span.count - span.width).astype(jnp.int32)
-            at = _Block(self, span, start, key_start)
-            rows, terms = block(at)
-            return tuple(_added(x, term, key_start) for x, term in zip(totals, terms, strict=True)), rows
+            return _Block(self, span, start, key_start)
+
+        def step(totals: Any, start: Any) -> tuple[Any, Any]:
+            rows, terms = results(start)
+            each = enumerate(zip(totals, terms, strict=True))
+            return tuple((add or _added)(i, x, term, at(start)) for i, (x, term) in each), rows
+
+        def results(start: Any) -> Any:
+            return block(at(start))
 
         if span.blocks == 1:
             totals, rows = step(totals, span.start)
             return rows, totals
         starts = jnp.arange(span.blocks, dtype=jnp.int32) * span.size + span.start
-        # So that a second derivative keeps no scores.
-        totals, rows = lax.scan(jax.checkpoint(step, prevent_cse=False), totals, starts)
+        # So that a second derivative keeps no scores. Totals are not part of what is computed again, and so not kept.
+        results = jax.checkpoint(results, prevent_cse=False)
+        totals, rows = lax.scan(step, totals, starts)
         return jax.tree.map(_of_all_blocks, rows), totals
 
     def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
@@ -503,11 +581,11 @@ def _sliced(x: jax.Array, start: Any, size: Any, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, size, axis=axis)
 
 
-def _added(total: jax.Array, term: jax.Array, key_start: Any) -> jax.Array:
-    if total.ndim == 5 or same_size(total.shape[2], term.shape[2]):
+def _added(_: int, total: jax.Array, term: jax.Array, at: _Block) -> jax.Array:
+    if same_size(total.shape[2], term.shape[2]):
         return total + term
-    before = lax.dynamic_slice_in_dim(total, key_start, term.shape[2], axis=2)
-    return lax.dynamic_update_slice_in_dim(total, before + term, key_start, axis=2)
+    before = lax.dynamic_slice_in_dim(total, at.key_start, term.shape[2], axis=2)
+    return lax.dynamic_update_slice_in_dim(total, before + term, at.key_start, axis=2)
 
 
 def _of_all_blocks(x: jax.Array) -> jax.Array:

@@ -361,3 +361,97 @@ def test_nan_stays_in_its_document_by_a_score(name):
     for one, exact in zip(got, clean, strict=True):
         np.testing.assert_array_equal(np.asarray(one)[0, others], np.asarray(exact)[0, others])
     assert np.isnan(np.asarray(got[1], np.float32)[0, bad]).any()
+
+
+def check_all(given, sinks=None, rate=0.0, seen=True, **options):
+    """As `check`, with sinks and their gradient, and with dropout."""
+    q, k, v, dy, dlse = given
+    options |= {"dropout_key": jax.random.PRNGKey(7), "dropout_rate": rate}
+    ones = jnp.ones((q.shape[0], q.shape[2], q.shape[1], k.shape[1]), jnp.float32)
+    dropped = np.asarray(coda.dropout(options["dropout_key"], ones, rate), np.float64)
+    exact = dense(*given, seen=seen, sinks=sinks, dropped=dropped)
+
+    def run(implementation):
+        def attend(q, k, v, sinks):
+            arguments = {"return_residual": True, "implementation": implementation, **options}
+            return coda.attention(q, k, v, sinks=sinks, **arguments)
+
+        def passes(q, k, v, sinks, dy, dlse):
+            results, pullback = jax.vjp(attend, q, k, v, sinks)
+            return *results, *pullback((dy, dlse))
+
+        return jax.jit(passes)(q, k, v, sinks, dy, dlse)
+
+    ours, plain, unit = run("cuda"), run("xla"), float(jnp.finfo(q.dtype).eps)
+    exact = (*exact[:5], *exact[6:])
+    for name, got, rough, one in zip(("y", "lse", "dq", "dk", "dv", "dsinks"), ours, plain, exact, strict=False):
+        error, allowed = distance(got, one), 2 * distance(rough, one) + (1e-6 if name == "lse" else unit / 8)
+        assert error <= allowed, f"{name}: {error:.2e}, allowed {allowed:.2e}"
+    return ours
+
+
+@pytest.mark.parametrize("width", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_sinks(width, dtype):
+    sinks = jnp.asarray([0.5, -jnp.inf, 20.0, -3.0], jnp.float32)
+    given = problem(20, 2, 300, 300, 4, 2, *width, dtype=dtype)
+    check_all(given, sinks, seen=band(300, 300, right=0), is_causal=True)
+    ids = jnp.asarray(np.repeat(np.arange(5), 60)[None].repeat(2, 0), jnp.int32)
+    same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
+    check_all(given, sinks, seen=same & band(300, 300, 20, 0), is_causal=True, local_window_size=20, segment_ids=ids)
+    y, lse, *_ = check_all(given, sinks, seen=band(300, 300, None, -10), is_causal=True, query_offset=-10)
+    assert not np.asarray(y[:, :10], np.float32).any()  # of queries that see nothing
+    np.testing.assert_allclose(lse[:, :10], np.broadcast_to(sinks, (2, 10, 4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout(width, rate):
+    """In heads that share keys, in documents, beside a bias, and with sinks."""
+    given = problem(21, 2, 333, 333, 8, 2, *width)
+    check_all(given, None, rate, band(333, 333, right=0), is_causal=True)
+    ids = jnp.asarray(np.repeat(np.arange(9), 37)[None].repeat(2, 0), jnp.int32)
+    same = np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None]
+    check_all(given, normal(22, 8, dtype=jnp.float32), rate, same, segment_ids=ids)
+    check_all(problem(23, 1, 2100, 700, 4, 4, *width, dtype=jnp.float16), None, rate)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_bits_with_dropout_and_sinks(width):
+    q, k, v, dy, dlse = problem(24, 2, 1500, 1500, 8, 2, width)
+    sinks = normal(25, 8, dtype=jnp.float32)
+
+    @jax.jit
+    def run(q, k, v, sinks):
+        attend = functools.partial(coda.attention, return_residual=True, implementation="cuda", is_causal=True)
+        results, pullback = jax.vjp(
+            lambda q, k, v, s: attend(q, k, v, sinks=s, dropout_key=jax.random.PRNGKey(1), dropout_rate=0.1),
+            *(q, k, v, sinks),
+        )
+        return *results, *pullback((dy, dlse))
+
+    first = run(q, k, v, sinks)
+    for _ in range(200):
+        for a, b in zip(first, run(q, k, v, sinks), strict=True):
+            assert jnp.array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dy"])
+def test_nan_stays_in_its_document_beside_dropout(name):
+    """All that see it are reached, and a dropped element too."""
+    given, bad = dict(zip(("q", "k", "v", "dy", "dlse"), problem(26, 1, 700, 700, 4, 2, 64), strict=True)), 333
+    ids = jnp.asarray(np.repeat(np.arange(10), 70)[None], jnp.int32)
+
+    @jax.jit
+    def run(q, k, v, dy, dlse):
+        attend = functools.partial(coda.attention, segment_ids=ids, implementation="cuda")
+        y, pullback = jax.vjp(lambda *x: attend(*x, dropout_key=jax.random.PRNGKey(1), dropout_rate=0.5), *(q, k, v))
+        return y, *pullback(dy)
+
+    spoiled = given | {name: given[name].at[0, bad].set(jnp.nan)}
+    others = np.asarray(ids[0] != ids[0, bad])
+    got, clean = run(**spoiled), run(**given)
+    for one, exact in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32)[0, others], np.asarray(exact, np.float32)[0, others])
+    reached = got[0] if name in ("k", "v") else got[2]  # y of the queries, or dk of the keys
+    assert np.isnan(np.asarray(reached, np.float32)[0, ~others]).all()
