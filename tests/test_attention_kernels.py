@@ -421,11 +421,11 @@ PLANTED = {  # a Fault; the case that finds it, in which schedule, how
         *(dropping, LATE_COPIES, "y" + WRONG),
     ),
     "backward_rows_of_dropout": (
-        *("backward_sm90", "row_bits[i % 2], column_bits[i / 2]", "row_bits[0], column_bits[i / 2]"),
+        *("backward_sm90", "(row_bits[1], column_bits[r])", "(row_bits[0], column_bits[r])"),
         *(dropping, LATE_COPIES, "d." + WRONG),
     ),
     "backward_dropped_by_values": (
-        *("backward_sm90", "? delta : fmaf", "? 0 : fmaf"),
+        *("backward_sm90", "? -delta : fmaf", "? 0 : fmaf"),
         *(dropping, LATE_COPIES, "d." + WRONG),
     ),
     "backward_kept_overwritten": (
