@@ -418,7 +418,21 @@ HEADS = {
         "an interval",
     ),
 }
-RECOGNISED = {**PRODUCTS, **SOFTMAXES, **MASKS, **BIASES, **HEADS}
+CURVES = {
+    "a soft cap": Spelling(attended(lambda s: 5 * jnp.tanh(s / 5)), (q, k, v), "none"),
+    "a soft cap and causal": Spelling(
+        attended(lambda s: jnp.where(causal(), 5 * jnp.tanh(s / 5), -1e30)), (q, k, v), "causal"
+    ),
+    "clipped scores": Spelling(attended(lambda s: 2 * jnp.clip(s, -1, 1)), (q, k, v), "none"),
+    "squares of sigmoids": Spelling(attended(lambda s: -jnp.square(jax.nn.sigmoid(3 * s - 1))), (q, k, v), "none"),
+    "the magnitude of a cap": Spelling(
+        attended(lambda s: jnp.maximum(jnp.abs(jnp.tanh(s)), 0.1) ** 3 - 2), (q, k, v), "none"
+    ),
+    "a cap and a bias": Spelling(
+        attended(lambda s, b: 5 * jnp.tanh(s / 5) + b), (q, k, v, normal(8, H, T, T)), "a bias"
+    ),
+}
+RECOGNISED = {**PRODUCTS, **SOFTMAXES, **MASKS, **BIASES, **CURVES, **HEADS}
 
 
 def _dropped(p, key, rate=0.25):
@@ -448,7 +462,7 @@ def _beside(result):
 _key = jax.random.key(5)
 _qkv = (q, k, v)
 LEFT = {
-    "a soft cap": Spelling(attended(lambda s: 5 * jnp.tanh(s / 5)), _qkv, "tanh"),
+    "a learned cap": Spelling(attended(lambda s, a: jnp.tanh(s * a[:, None, None])), (*_qkv, per_head), "tanh"),
     "ALiBi": Spelling(
         attended(lambda s: s - slopes[None, :, None, None] * jnp.abs(index()[:, None] - index())),
         _qkv,

@@ -94,7 +94,10 @@ def test_values_and_gradients_are_those_of_plain_jax(name):
     assert taken(gradient) >= PRODUCTS, reasons(gradient)
 
 
-@pytest.mark.parametrize("name", [*BIASES, "ids and causal", "repeat", "float32 softmax, cast back", "padding of keys"])
+@pytest.mark.parametrize(
+    "name",
+    [*BIASES, "a soft cap and causal", "ids and causal", "repeat", "float32 softmax, cast back", "padding of keys"],
+)
 def test_values_in_16_bits_are_as_near_as_those_of_plain_jax(name):
     function, args, _ = RECOGNISED[name]
     narrow = [x.astype(jnp.bfloat16) if is_float(x.dtype) else x for x in args]
@@ -244,5 +247,5 @@ def test_the_check_of_values_passes():
 def test_the_report_says_what_became_of_it():
     report = coda.fuse.report(loss_of(masked(causal)), query, key, value)
     assert [one.epilogue for one in report.products] == [("attention",), ("attention",)]
-    left = coda.fuse.report(loss_of(LEFT["a soft cap"].function), query, key, value)
+    left = coda.fuse.report(loss_of(LEFT["a learned cap"].function), *LEFT["a learned cap"].arguments)
     assert all("tanh" in one.reason for one in left.products) and len(left.products) == 2

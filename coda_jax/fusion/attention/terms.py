@@ -1,4 +1,4 @@
-"""The parts of a softmax's scores: a scale, added terms, and masks, each with the score that it leaves instead."""
+"""The parts of a softmax's scores: a scale, a curve, added terms, and masks with the scores that they put."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from coda_jax.fusion.attention.trees import SAME, Node, Trees, constant_of
 
 MASKED = -1e4  # a score of this or less, where a constant says it, is that of a masked key
 WHERE, ADDED, SUMMED = "where", "added", "summed"
+_CURVES = frozenset({"tanh", "clamp", "logistic", "abs", "max", "min", "square", "integer_pow"})
+_ARITHMETIC = SAME | {"add", "sub", "mul", "div", "neg", "convert_element_type"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +39,11 @@ class Mask:
 
 @dataclasses.dataclass
 class Terms:
-    """The scores x = scale s + biases, where masks let a query see a key.
+    """The scores x = curve(scale s) + biases, where masks let a query see a key.
 
     Attributes:
       scale: a number.
+      curve: an expression of the scaled scores and of numbers alone, and its factor; None for the scores themselves.
       row_factors: expressions without keys that the product is multiplied with, (node, whether it divides).
       biases: added terms, each with its factor.
       masks: all masks; those whose fill is added stand in `biases` too.
@@ -49,6 +52,7 @@ class Terms:
     """
 
     scale: float = 1.0
+    curve: tuple[Node, float] | None = None
     row_factors: list[tuple[Node, bool]] = dataclasses.field(default_factory=list)
     biases: list[tuple[Node, float]] = dataclasses.field(default_factory=list)
     masks: list[Mask] = dataclasses.field(default_factory=list)
@@ -92,6 +96,8 @@ class _Walk:
             self.walk(node.args[0], -factor)
         elif node.op in ("mul", "div"):
             self._scaled(node, factor)
+        elif node.op in _CURVES and not self.terms.row_factors and _is_of_numbers(node):
+            self.terms.curve = node, factor
         else:
             raise Unlike(f"scores pass through {node.op}, a function that coda.attention does not take")
 
@@ -166,6 +172,13 @@ class _Walk:
         else:
             self.terms.row_factors.append((other, divides))
         self.walk(inner, factor)
+
+
+def _is_of_numbers(node: Node) -> bool:
+    """True for a function of the scores and of numbers alone."""
+    if node.op in ("score", "constant") or constant_of(node) is not None:
+        return True
+    return node.op in _CURVES | _ARITHMETIC and all(map(_is_of_numbers, node.args))
 
 
 def _added_mask(found: TwoValued, factor: float, *, is_innermost: bool) -> Mask | None:
