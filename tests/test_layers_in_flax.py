@@ -48,7 +48,11 @@ CALLS = {
     "Embed": lambda: (layers.Embed(64, 16, rngs=rngs()), [TOKENS], {}),
     "GPT2": lambda: (layers.GPT2(GPT2, rngs=rngs()), [TOKENS], {}),
     "Gemma": lambda: (layers.Gemma(layers.GemmaConfig(**SIZES, head_dim=8), rngs=rngs()), [TOKENS], {}),
-    "GptOss": lambda: (layers.GptOss(layers.GptOssConfig(**SIZES, num_key_value_heads=1, num_experts=4), rngs=rngs()), [TOKENS], {}),
+    "GptOss": lambda: (
+        layers.GptOss(layers.GptOssConfig(**SIZES, num_key_value_heads=1, num_experts=4), rngs=rngs()),
+        [TOKENS],
+        {},
+    ),
     "Olmo2": lambda: (layers.Olmo2(layers.Olmo2Config(**SIZES), rngs=rngs()), [TOKENS], {}),
     "GatedMLP": lambda: (layers.GatedMLP(16, 24, rngs=rngs()), [normalized()], {"residual": True}),
     "LMHead": lambda: (
