@@ -136,14 +136,14 @@ def _by_coda(
 ) -> jax.Array:
     """Attention by `coda.attention`, which names its result for policies."""
     seen: Any = mask
-    options: dict[str, Any] = {"return_residual": sinks is not None}
+    options: dict[str, Any] = {"sinks": sinks}
     if soft_cap is not None:
         options["score"] = functools.partial(soft_capped, soft_cap=soft_cap)
     if segments is not None and mask is None:
         seen = coda.Intervals(segments.first, segments.last)
     elif segments is not None:
         options["segment_ids"] = segments.ids
-    y: Any = coda.attention(
+    y: jax.Array = coda.attention(
         q,
         k,
         v,
@@ -156,15 +156,7 @@ def _by_coda(
         implementation=implementation,
         **options,
     )
-    return y if sinks is None else _with_sinks(y[0], y[1], sinks)
-
-
-def _with_sinks(y: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
-    """Mixed values (..., H, Dh) whose softmax has a sink in its sum.
-
-    That is y exp(lse) / (exp(lse) + exp(sinks)), lse (..., H) the logarithm of the sum without it.
-    """
-    return (y * jax.nn.sigmoid(lse - sinks.astype(lse.dtype))[..., None]).astype(y.dtype)
+    return y
 
 
 def _window(sliding_window: int | None) -> tuple[int, int] | None:
