@@ -47,6 +47,15 @@ def test_scores(folder, name, head):
     check_case(scored(Kernel(head, head), Mask(), score, operands, **SIZES), folder, schedule=LATE_COPIES)
 
 
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("name", ["soft cap", "ALiBi", "causal", "rows, keys and pairs"])
+def test_a_score_beside_dropout_and_sinks(folder, name, head):
+    """With slopes that are 1, and negative ones."""
+    score, operands = SCORES[name]
+    kernel = Kernel(head, head, sinks=True, dropout_rate=0.3)
+    check_case(scored(kernel, Mask(), score, operands, **SIZES), folder, schedule=LATE_COPIES)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_a_score_beside_a_band_and_groups_of_heads(folder, dtype):
