@@ -460,11 +460,17 @@ struct Backward {
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[4 * j + i] = ptx::exp2_unit(fmaf(s[4 * j + i], unit, -l[i % 2]));
         }
+        if constexpr (Config::has_dropout)
+          sign_dropped(vector(at.slot, bits_vector), column_bits, [&](int i, uint32 sign) {
+            s[i] = __int_as_float(__float_as_int(s[i]) | static_cast<int>(sign));
+          });
 #pragma unroll
         for (int i = 0; i < words; ++i) w[i] = packed<input>(s[2 * i], s[2 * i + 1]);
       }
       if constexpr (Config::has_dropout) {
-        sign_dropped(w, vector(at.slot, bits_vector), column_bits);
+        if constexpr (has_score)
+          sign_dropped(vector(at.slot, bits_vector), column_bits,
+                       [&](int i, uint32 sign) { w[i / 2] |= i % 2 == 0 ? sign >> 16 : sign; });
 #pragma unroll
         for (int i = 0; i < words; ++i) kept[i] = without_negatives<input>(w[i]);
         wgmma::fence();
@@ -533,22 +539,23 @@ struct Backward {
                               Config::kept_factor);
   }
 
-  /// Probabilities that are dropped become negative.
-  __device__ __forceinline__ static void sign_dropped(uint32 (&w)[words], uint32 bits, const int (&column_bits)[2]) {
+  /// Probabilities that are dropped become negative: sign(i, the sign bit of probability i).
+  template <class Sign>
+  __device__ __forceinline__ static void sign_dropped(uint32 bits, const int (&column_bits)[2], const Sign& sign) {
 #pragma unroll
     for (int j = 0; j < queries / 8; ++j) {
       int row_bits[2];
       load_two(bits + 4 * (8 * j + 2 * (threadIdx.x % 4)), row_bits[0], row_bits[1]);
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        w[2 * j + r] |= sign_if_dropped<typename Config::Dropout>(row_bits[0], column_bits[r]) >> 16 |
-                        sign_if_dropped<typename Config::Dropout>(row_bits[1], column_bits[r]);
+      for (int i = 0; i < 4; ++i)
+        sign(4 * j + i, sign_if_dropped<typename Config::Dropout>(row_bits[i % 2], column_bits[i / 2]));
     }
   }
   /// ds from p, or its product with the score's derivative; the sign of p in `word` says whether it is dropped.
   __device__ __forceinline__ static float ds_of(float p, uint32 word, int half, float dp, float delta) {
-    const bool is_dropped = (word & (half ? 0x80000000u : 0x8000u)) != 0;
-    if constexpr (queries == 128 && Score::unit_slope) p = fabsf(p);  // of the word itself
+    // A score's kernel has p itself in the word alone; without one, whoever has p needs no word.
+    const bool is_dropped = has_score ? (word & (half ? 0x80000000u : 0x8000u)) != 0 : __float_as_int(p) < 0;
+    if constexpr (Score::unit_slope) p = fabsf(p);  // it may be p with its sign
     return p * (is_dropped ? -delta : fmaf(dp, Config::kept_factor, -delta));
   }
 

@@ -421,7 +421,7 @@ PLANTED = {  # a Fault; the case that finds it, in which schedule, how
         *(dropping, LATE_COPIES, "y" + WRONG),
     ),
     "backward_rows_of_dropout": (
-        *("backward_sm90", "(row_bits[1], column_bits[r])", "(row_bits[0], column_bits[r])"),
+        *("backward_sm90", "(row_bits[i % 2], column_bits[i / 2])", "(row_bits[0], column_bits[i / 2])"),
         *(dropping, LATE_COPIES, "d." + WRONG),
     ),
     "backward_dropped_by_values": (

@@ -50,7 +50,7 @@ def test_scores(folder, name, head):
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize("name", ["soft cap", "ALiBi", "causal", "rows, keys and pairs"])
 def test_a_score_beside_dropout_and_sinks(folder, name, head):
-    """With slopes that are 1, and negative ones."""
+    """Slopes are 1, or of either sign."""
     score, operands = SCORES[name]
     kernel = Kernel(head, head, sinks=True, dropout_rate=0.3)
     check_case(scored(kernel, Mask(), score, operands, **SIZES), folder, schedule=LATE_COPIES)
