@@ -71,7 +71,7 @@ def with_attention(
         if not _may_be_scores(product) or any(product is x for one in found for x in one.products):
             continue
         search = Search(makers, product)
-        reason = search.reason if search.has_softmax else ""
+        reason = search.reason if search.has_softmax and _has_heads(product) else ""
         for site in search.sites:
             try:
                 one = sites.replaced(site)
@@ -95,6 +95,12 @@ def _may_be_scores(product: Equation) -> bool:
         return False
     sizes = [size for x in (*product.invars, *product.outvars) for size in x.aval.shape]
     return all(isinstance(size, int) and size > 0 for size in sizes)
+
+
+def _has_heads(product: Equation) -> bool:
+    """True for a batch of matrices: a softmax of one matrix that no values' product reads is a loss."""
+    _, (batch, _) = product.params["dimension_numbers"]
+    return bool(batch)
 
 
 class _Sites:
