@@ -179,19 +179,19 @@ def test_the_key_that_makes_an_odd_number_even_is_not_seen(length, monkeypatch):
 
 
 def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
-    """cuDNN where it is measured to be faster and can compute it; else coda.attention, but for caps and one token."""
+    """cuDNN where it is measured to be faster and can compute it; else coda.attention, but for one token."""
 
-    def chosen(length, dtype=jnp.bfloat16, width=64, keys=12, soft_cap=None, window=None, **extras):
+    def chosen(length, dtype=jnp.bfloat16, width=64, keys=12, window=None, **extras):
         q, k = (jax.ShapeDtypeStruct((2, count, 4, width), dtype) for count in (length, keys))
         extras = {"mask": None, "bias": None, "segment_ids": None, **extras}
-        return attend._implementation(q, k, soft_cap, True, window, extras)
+        return attend._implementation(q, k, True, window, extras)
 
-    assert [chosen(12), chosen(12, jnp.float32), chosen(1), chosen(12, soft_cap=2.0)] == [None, None, "xla", "xla"]
+    assert [chosen(12), chosen(12, jnp.float32), chosen(1)] == [None, None, "xla"]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     asked = []
     monkeypatch.setattr(attend, "prefers_cudnn", lambda *sizes, **masks: asked.append((sizes, masks)) or True)
     assert [chosen(12), chosen(11)] == ["cudnn", "cudnn"]
-    assert [chosen(1), chosen(12, soft_cap=2.0)] == ["xla", "xla"]
+    assert chosen(1) == "xla"
     assert [chosen(12, jnp.float32), chosen(12, width=12), chosen(12, width=136)] == [None] * 3
     assert len(asked) == 2
     chosen(12, keys=10, window=3, mask=True, bias=True)
