@@ -183,7 +183,7 @@ def test_which_implementation_is_chosen_on_a_gpu(monkeypatch):
 
     def chosen(length, dtype=jnp.bfloat16, width=64, keys=12, window=None, **extras):
         q, k = (jax.ShapeDtypeStruct((2, count, 4, width), dtype) for count in (length, keys))
-        extras = {"mask": None, "bias": None, "segment_ids": None, **extras}
+        extras = {"mask": None, "bias": None, "segment_ids": None, "sinks": None, **extras}
         return attend._implementation(q, k, True, window, extras)
 
     assert [chosen(12), chosen(12, jnp.float32), chosen(1)] == [None, None, "xla"]

@@ -36,7 +36,7 @@ def feed_forward(w, h):
 def attention(w, x, ids, key):
     q = feed_forward(w, x).reshape(B, T, HEADS, D // HEADS)
     scores = jnp.einsum("bthd,bshd->bhts", q, q)
-    y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), q).reshape(x.shape)  # line of attention
+    y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores) ** 2, q).reshape(x.shape)  # line of attention
     return feed_forward(w, y)
 
 
