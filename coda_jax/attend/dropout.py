@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from coda_jax.attend.spec import MaskSpec
 from coda_jax.epilogue import emit, trace
+from coda_jax.epilogue.dtypes import FLOAT32, INT32
 from coda_jax.epilogue.random_bits import column_bits, is_kept
 
 
@@ -28,8 +29,8 @@ def text(rate: float) -> str:
         return jnp.where(is_kept(rows, columns, rate), p, -p)
 
     size = 128  # the text depends on none
-    shapes = ((size, size), jnp.float32), ((size, 1), jnp.int32), ((size,), jnp.int32)
-    p, *bits = (jax.ShapeDtypeStruct(*x) for x in shapes)
+    p = jax.ShapeDtypeStruct((size, size), FLOAT32)
+    bits = [jax.ShapeDtypeStruct(shape, INT32) for shape in ((size, 1), (size,))]
     epilogue, _ = trace(signed, p, bits)
     struct = emit(epilogue.program, [jnp.dtype(jnp.float32)], [False] * len(bits))
     return f"namespace dropout {{\n{struct}}}  // namespace dropout\n"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from coda_jax.attend.score.program import Score
 from coda_jax.epilogue import elementwise
+from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Node, needed_nodes
 
 
@@ -34,7 +35,7 @@ def _node(
     node: Node, made: Mapping[int, jax.Array], leaves: Mapping[str, jax.Array], arrays: Sequence[jax.Array], wide: Any
 ) -> jax.Array:
     def working(dtype: str) -> Any:
-        return wide if dtype == "float32" else jnp.dtype(dtype)
+        return wide if dtype == FLOAT32 else jnp.dtype(dtype)
 
     match node.op:
         case "score" | "row" | "column":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from coda_jax.attend.score.program import HIDDEN
+from coda_jax.epilogue.dtypes import BOOL, FLOAT32
 from coda_jax.epilogue.elements import Elements
 from coda_jax.epilogue.program import Node, needed_nodes
 
@@ -15,7 +16,7 @@ def facts(nodes: Sequence[Node], value: int) -> dict[int, bool]:
     waiting = [value]
     while waiting:
         node = nodes[waiting.pop()]
-        if node.op == "select_n" and nodes[node.inputs[0]].dtype == "bool":
+        if node.op == "select_n" and nodes[node.inputs[0]].dtype == BOOL:
             condition, if_false, if_true = node.inputs
             hides = [_hides(nodes[i]) for i in (if_false, if_true)]
             if hides[0] != hides[1]:
@@ -29,7 +30,7 @@ def facts(nodes: Sequence[Node], value: int) -> dict[int, bool]:
 
 
 def _hides(node: Node) -> bool:
-    return node.op == "literal" and node.dtype == "float32" and float(node["value"]) <= HIDDEN
+    return node.op == "literal" and node.dtype == FLOAT32 and float(node["value"]) <= HIDDEN
 
 
 def _learn(nodes: Sequence[Node], condition: int, is_true: bool, known: dict[int, bool]) -> None:
@@ -37,7 +38,7 @@ def _learn(nodes: Sequence[Node], condition: int, is_true: bool, known: dict[int
     node = nodes[condition]
     if node.op == "not":
         _learn(nodes, node.inputs[0], not is_true, known)
-    elif node.dtype == "bool" and node.op == ("and" if is_true else "or"):
+    elif node.dtype == BOOL and node.op == ("and" if is_true else "or"):
         for i in node.inputs:
             _learn(nodes, i, is_true, known)
 

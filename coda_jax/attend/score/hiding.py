@@ -12,13 +12,14 @@ import numpy as np
 
 from coda_jax.attend.score.program import Score
 from coda_jax.attend.score.ranges import Bounds, Number, Tiles, Truth, bounds, hidden, unknown
+from coda_jax.epilogue.dtypes import BOOL, FLOAT32, INT32
 from coda_jax.epilogue.program import needed_nodes
 from coda_jax.epilogue.values import same_size
 
 _MOST_DIAGONALS = 1 << 22
 _NO_END = 1 << 30  # of positions
 # Of arrays without rows and columns.
-_USUAL = {"int32": (np.int32(0), np.int32(1 << 20)), "float32": (np.float32(-(2.0**60)), np.float32(2.0**60))}
+_USUAL = {INT32: (np.int32(0), np.int32(1 << 20)), FLOAT32: (np.float32(-(2.0**60)), np.float32(2.0**60))}
 
 
 class Band(NamedTuple):
@@ -76,11 +77,11 @@ def _have_positions(shapes: Sequence[Sequence[Any]]) -> tuple[bool, ...]:
 
 def _arrays(score: Score, has_positions: Sequence[bool] | None) -> list[Bounds]:
     """Bounds of arrays of unknown values; with `has_positions`, those without rows and columns have usual ones."""
-    dtypes = [dtype if dtype in ("bool", "int32") else "float32" for dtype in score.dtypes]
+    dtypes = [dtype if dtype in (BOOL, INT32) else "float32" for dtype in score.dtypes]
     if has_positions is None:
         return [unknown(dtype, np) for dtype in dtypes]
     return [
-        unknown(dtype, np) if flag or dtype == "bool" else Number(*_USUAL[dtype])
+        unknown(dtype, np) if flag or dtype == BOOL else Number(*_USUAL[dtype])
         for dtype, flag in zip(dtypes, has_positions, strict=True)
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.elements import Elements
 from coda_jax.epilogue.program import needed_nodes
 from coda_jax.epilogue.values import NotElementwise
@@ -103,7 +104,7 @@ def _is_zero(elements: Elements, number: int) -> bool:
 
 def _literal(elements: Elements, number: int) -> float | None:
     node = elements.nodes[number]
-    return float(node["value"]) if node.op == "literal" and node.dtype == "float32" else None
+    return float(node["value"]) if node.op == "literal" and node.dtype == FLOAT32 else None
 
 
 def _negated(elements: Elements, factor: int) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
+from coda_jax.epilogue.dtypes import INT32
 from coda_jax.epilogue.program import Node
 
 # A score of this or less hides its key, as -inf does. Of larger ones float32 can subtract a row's maximum and, in the
@@ -78,7 +79,7 @@ class Score:
         """The same with positions of queries from a further array: of a part of them."""
         row = Node("operand", (), "int32", (("index", len(self.dtypes)),))
         nodes = tuple(row if node.op == "row" else node for node in self.nodes)
-        return dataclasses.replace(self, dtypes=(*self.dtypes, "int32"), nodes=nodes)
+        return dataclasses.replace(self, dtypes=(*self.dtypes, INT32), nodes=nodes)
 
     @property
     def has_unit_slope(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coda_jax.attend.score.program import HIDDEN, Score
+from coda_jax.epilogue.dtypes import BOOL, FLOATS_OF_16_BITS, INT32
 from coda_jax.epilogue.program import Node, needed_nodes
 
 _PRODUCT = 2.0**90  # a scaled product of finite queries and keys is less
@@ -82,9 +83,9 @@ def bounds(score: Score, tiles: Tiles) -> Number:
 
 def unknown(dtype: str, xp: Any) -> Bounds:
     """The bounds of what is not known."""
-    if dtype == "bool":
+    if dtype == BOOL:
         return Truth(xp.asarray(True), xp.asarray(True))
-    if dtype == "int32":
+    if dtype == INT32:
         return Number(xp.asarray(-_MOST - 1, xp.int32), xp.asarray(_MOST, xp.int32))
     return Number(xp.asarray(-np.inf, xp.float32), xp.asarray(np.inf, xp.float32))
 
@@ -119,7 +120,7 @@ class _Evaluation:
             return self.logical(node.op, [x for x in inputs if isinstance(x, Truth)])
         if len(numbers) < len(inputs):
             return self.unknown(node)
-        if node.dtype == "int32" and (form := _sum(node.op, [x.form for x in numbers])) is not None:
+        if node.dtype == INT32 and (form := _sum(node.op, [x.form for x in numbers])) is not None:
             return self.of_form(form)
         found = self.number(node, numbers)
         if found is None:
@@ -134,11 +135,11 @@ class _Evaluation:
                 return Number(*(self.xp.asarray(x, self.xp.float32) for x in self.tiles.product))
             case "operand":
                 bounds = self.tiles.arrays[node["index"]]
-                is_int = isinstance(bounds, Number) and node.dtype == "int32"
+                is_int = isinstance(bounds, Number) and node.dtype == INT32
                 return dataclasses.replace(bounds, form={node["index"]: 1}) if is_int else bounds
-        if node.dtype == "bool":
+        if node.dtype == BOOL:
             return Truth(self.xp.asarray(not node["value"]), self.xp.asarray(bool(node["value"])))
-        if node.dtype == "int32":
+        if node.dtype == INT32:
             return self.of_form({None: int(node["value"])})
         value = self.xp.asarray(float(node["value"]), self.xp.float32)
         return Number(value, value)
@@ -148,7 +149,7 @@ class _Evaluation:
 
     def checked(self, node: Node, low: Any, high: Any) -> Number:
         """The bounds; unknown where there is NaN or an integer may have wrapped around."""
-        if node.dtype == "int32":
+        if node.dtype == INT32:
             is_known = (self.xp.abs(low.astype(self.xp.float32)) < _FITS) & (
                 self.xp.abs(high.astype(self.xp.float32)) < _FITS
             )
@@ -223,7 +224,7 @@ class _Evaluation:
                 _any([flag & x.may_be_false for flag, x in truths]), _any([flag & x.may_be_true for flag, x in truths])
             )
         numbers = [(flag, x) for flag, x in each if isinstance(x, Number)]
-        is_int = numbers[0][1].low.dtype == xp.int32
+        is_int = numbers[0][1].low.dtype == INT32
         most = _MOST if is_int else np.inf
         lows = [xp.where(flag, x.low, most) for flag, x in numbers]
         highs = [xp.where(flag, x.high, -most) for flag, x in numbers]
@@ -232,20 +233,20 @@ class _Evaluation:
     def converted(self, x: Bounds, dtype: str) -> Bounds:
         xp = self.xp
         if isinstance(x, Truth):
-            if dtype == "bool":
+            if dtype == BOOL:
                 return x
-            of = xp.int32 if dtype == "int32" else xp.float32
+            of = xp.int32 if dtype == INT32 else xp.float32
             return Number((~x.may_be_false).astype(of), x.may_be_true.astype(of))
-        if dtype == "bool":
+        if dtype == BOOL:
             zero = xp.zeros_like(x.low)
             return self.compared("ne", Number(x.low, x.high), Number(zero, zero))
-        if dtype == "int32":
-            if x.low.dtype == xp.int32:
+        if dtype == INT32:
+            if x.low.dtype == INT32:
                 return x
             bounds = [xp.clip(xp.trunc(one), -_FITS, _FITS).astype(xp.int32) for one in (x.low, x.high)]
             is_known = (xp.abs(x.low) < _FITS) & (xp.abs(x.high) < _FITS)
             return Number(xp.where(is_known, bounds[0], -_MOST - 1), xp.where(is_known, bounds[1], _MOST))
-        if dtype in ("bfloat16", "float16"):  # rounding moves a bound by less than this
+        if dtype in FLOATS_OF_16_BITS:  # rounding moves a bound by less than this
             return Number(x.low - xp.abs(x.low) * 2.0**-8 - 1e-6, x.high + xp.abs(x.high) * 2.0**-8 + 1e-6)
         return Number(x.low.astype(xp.float32), x.high.astype(xp.float32))
 
@@ -276,7 +277,7 @@ class _Evaluation:
                 return self.product(node, a, b)
             case "square":
                 return self.product(node, self.size(a), self.size(a))
-            case "div" if node.dtype != "int32":
+            case "div" if node.dtype != INT32:
                 is_apart = (b.low > 0) | (b.high < 0)
                 each = [x / xp.where(is_apart, y, 1) for x in (a.low, a.high) for y in (b.low, b.high)]
                 return (
@@ -287,7 +288,7 @@ class _Evaluation:
                 return self.divided(node.op, a, b)
         if node.op in _BOUNDED:
             return tuple(xp.asarray(x, xp.float32) for x in _BOUNDED[node.op])
-        if node.op in _INCREASING and (node.dtype != "int32" or node.op == "sign"):
+        if node.op in _INCREASING and (node.dtype != INT32 or node.op == "sign"):
             return tuple(getattr(xp, _INCREASING[node.op])(x) for x in (a.low, a.high))
         return None
 
@@ -298,7 +299,7 @@ class _Evaluation:
     def product(self, node: Node, a: Number, b: Number) -> tuple[Any, Any]:
         xp = self.xp
         each = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
-        if node.dtype == "int32":
+        if node.dtype == INT32:
             of = [(1.0 * x) * (1.0 * y) for x in (a.low, a.high) for y in (b.low, b.high)]
             fits = (_least(xp, of) > -_FITS) & (_greatest(xp, of) < _FITS)
             return xp.where(fits, _least(xp, each), -_MOST - 1), xp.where(fits, _greatest(xp, each), _MOST)

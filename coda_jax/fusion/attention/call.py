@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coda_jax.attend.attention import attention
+from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.fusion.attention.axes import Atom, Labels, Unlike, labels_of, size_of
 from coda_jax.fusion.attention.layout import Layout, layout_of
 from coda_jax.fusion.attention.masks import ADDED_MEAN, MEAN, NAN, Masks, masks_of
@@ -160,7 +161,7 @@ def call_of(site: Site, trees: Trees, implementation: str | None) -> Call:
     terms = terms_of(site, trees)
     dependent = frozenset(atom for mask in terms.masks for atom in mask.condition.atoms())
     layout = layout_of(site, trees.makers, dependent)
-    if layout.dtype == jnp.float32 and any(map(is_precise, precision)):
+    if layout.dtype == FLOAT32 and any(map(is_precise, precision)):
         raise Unlike("it asks for a precision that attention does not have")
     if not is_float(site.result.aval.dtype):
         raise Unlike(f"its result is {site.result.aval.dtype}")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_16_BITS
 from coda_jax.fusion.attention.axes import VIEWS, Atom, Labels, Unlike, atoms_of, labels_of, moved_back, size_of
 from coda_jax.fusion.attention.meanings import Site
 from coda_jax.fusion.attention.trees import merged, spread
@@ -17,7 +18,7 @@ from coda_jax.fusion.makers import Makers
 
 MOST_WIDTH = 256  # of heads
 _LEAST_KEYS = 1024  # of one head of one sequence, whose backward pass has few tiles to run beside each other
-_WIDE = ("float32", "float64")
+_WIDE = (FLOAT32, "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ def layout_of(site: Site, makers: Makers, dependent: Collection[Atom]) -> Layout
     q, k = (_source(makers, *one, with_casts=True) for one in (site.q, site.k))
     v = _source(makers, *site.v, with_casts=False)
     dtype = jnp.result_type(q.dtype, k.dtype, v.dtype)
-    if dtype.name not in ("bfloat16", "float16", *_WIDE):
+    if dtype.name not in (*FLOATS_OF_16_BITS, *_WIDE):
         raise Unlike(f"its arrays are {dtype}")
     keys = labels_of([site.keys])[0]
     of_q, of_k, of_v = (atoms_of(labels) for _, labels in (site.q, site.k, site.v))
@@ -148,7 +149,7 @@ def _source(makers: Makers, x: Any, labels: Labels, *, with_casts: bool) -> Sour
             except Unlike:
                 break
         elif name == "convert_element_type" and with_casts:
-            is_wider = before.aval.dtype.name in ("bfloat16", "float16") and x.aval.dtype.name in _WIDE
+            is_wider = before.aval.dtype.name in FLOATS_OF_16_BITS and x.aval.dtype.name in _WIDE
             if not is_wider:
                 break
         elif name != "copy":
