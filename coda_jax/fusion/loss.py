@@ -362,12 +362,12 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
             continue
         (shifted,) = difference.outvars
         for exponentials, sums in _sums_of_exponentials(makers, shifted):
-            probabilities |= _quotients(makers, exponentials, sums)
+            probabilities |= _with_columns(makers, "div", exponentials, sums)
             for logarithm in _logarithms(makers, sums):
-                logprobs |= _differences(makers, {shifted}, logarithm)
+                logprobs |= _with_columns(makers, "sub", {shifted}, logarithm)
                 totals += _log_sum_exps(makers, shift, logarithm)
     for total in totals:
-        logprobs |= _differences(makers, logits.arrays, makers.views(total))
+        logprobs |= _with_columns(makers, "sub", logits.arrays, makers.views(total))
     if not logprobs and not totals:
         return {}
     picks = dict(_picked_of(makers, logits.arrays, is_of_logits=True))
@@ -408,16 +408,6 @@ def _sums_of_exponentials(makers: Makers, shifted: Any) -> Iterator[tuple[set[An
                 yield exponentials, makers.views(total.outvars[0])
 
 
-def _quotients(makers: Makers, arrays: Collection[Any], columns: set[Any]) -> set[Any]:
-    """The arrays over a column, and what they are cast to."""
-    found = set[Any]()
-    for quotient in makers.read_by(arrays, "div"):
-        left, right = quotient.invars
-        if among(left, arrays) and among(right, columns) and right.aval.shape[-1:] == (1,):
-            found |= makers.casts(quotient.outvars[0])
-    return found
-
-
 def _logarithms(makers: Makers, sums: set[Any]) -> Iterator[set[Any]]:
     positive = set(sums)
     for absolute in makers.read_by(sums, "abs"):
@@ -426,13 +416,13 @@ def _logarithms(makers: Makers, sums: set[Any]) -> Iterator[set[Any]]:
         yield makers.views(logarithm.outvars[0])
 
 
-def _differences(makers: Makers, arrays: Collection[Any], columns: set[Any]) -> set[Any]:
-    """The arrays less a column, and what they are cast to."""
+def _with_columns(makers: Makers, operation: str, arrays: Collection[Any], columns: set[Any]) -> set[Any]:
+    """The results of an operation on the arrays and a column behind them, and what they are cast to."""
     found = set[Any]()
-    for difference in makers.read_by(arrays, "sub"):
-        left, right = difference.invars
+    for equation in makers.read_by(arrays, operation):
+        left, right = equation.invars
         if among(left, arrays) and among(right, columns) and right.aval.shape[-1:] == (1,):
-            found |= makers.casts(difference.outvars[0])
+            found |= makers.casts(equation.outvars[0])
     return found
 
 
