@@ -9,12 +9,14 @@ may, when it is told to, or as late, when somebody waits for it; and it must not
 import ctypes
 import pathlib
 import re
+import shutil
 import subprocess
 
 import jax.numpy as jnp
 import numpy as np
 
 HEADERS = pathlib.Path(__file__).resolve().parents[1] / "cuda"
+SHARED = pathlib.Path(__file__).with_name("emulated_sm90")  # headers of the other emulation
 GUARD = 4096  # bytes before and behind an array, which stay as they are
 
 PTX = r"""
@@ -92,8 +94,8 @@ template <class T> static T __shfl_xor_sync(unsigned, T value, int mask) { retur
 namespace coda {
 unsigned char shared[232448];  // as the kernel declares it
 }
+#include "floats_of_8_bits.h"
 namespace coda::ptx {
-using uint16 = unsigned short;
 using uint32 = unsigned;
 using uint64 = unsigned long long;
 static unsigned char (&memory)[sizeof shared] = shared;
@@ -304,20 +306,6 @@ static uint32 pack_f16(float low, float high) {
   return of;
 }
 static float f16_to_float(uint16 of) { _Float16 value; std::memcpy(&value, &of, 2); return value; }
-/// A float of 8 bits, the largest finite one beyond its range: a multiple of 2^(exponent - mantissa bits).
-static uint16 to_byte(float x, int mantissa, int least_exponent, int largest) {
-  if (x != x) return 0x7F;
-  const double magnitude = std::fabs(static_cast<double>(x));
-  int byte = largest;
-  if (magnitude < 1e6) {
-    const int exponent = magnitude == 0 ? least_exponent : max(least_exponent, std::ilogb(magnitude));
-    const int multiple = static_cast<int>(std::nearbyint(std::ldexp(magnitude, mantissa - exponent)));
-    byte = min(largest, ((exponent - least_exponent) << mantissa) + multiple);
-  }
-  return byte | (std::signbit(x) ? 0x80 : 0);
-}
-static uint16 pack_e4m3(float low, float high) { return to_byte(low, 3, -6, 0x7E) | to_byte(high, 3, -6, 0x7E) << 8; }
-static uint16 pack_e5m2(float low, float high) { return to_byte(low, 2, -14, 0x7B) | to_byte(high, 2, -14, 0x7B) << 8; }
 static uint32 e5m2_to_f16(uint16 bytes) { return (bytes & 0xFF) << 8 | (bytes & 0xFF00) << 16; }
 static uint32 e4m3_to_f16(uint16 bytes) {
   const auto value = [](int byte) {
@@ -550,6 +538,7 @@ class Library:
             (folder / path.name).write_text(text)
         assert not left
         (folder / "ptx_sm90.cuh").write_text(PTX.replace("OTHERS", OTHERS))
+        shutil.copy(SHARED / "floats_of_8_bits.h", folder)
         self._numbers, self._sources, programs = {}, {}, []
         for i, (name, kernel) in enumerate(kernels.items()):
             self._numbers[name], self._sources[name] = i, kernel.call.source

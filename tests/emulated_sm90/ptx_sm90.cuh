@@ -1,11 +1,11 @@
 // The instructions of cuda/ptx_sm90.cuh on a host: shared memory is an array, whose accesses are checked.
 #pragma once
 
+#include "floats_of_8_bits.h"
 #include "threads.h"
 
 namespace coda::ptx {
 
-using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 using emulated::cta, emulated::fail, emulated::events;
@@ -222,24 +222,6 @@ inline uint32 without_negatives_f16(uint32 pair) {
 }
 inline float f16_to_float(uint16 bits) {
   return static_cast<float>(std::bit_cast<_Float16>(bits));
-}
-/// A float of 8 bits, the largest finite one beyond its range: a multiple of 2^(exponent - mantissa bits).
-inline uint16 to_byte(float x, int mantissa, int least_exponent, int largest) {
-  if (x != x) return 0x7F;
-  const double magnitude = std::fabs(static_cast<double>(x));
-  int byte = largest;
-  if (magnitude < 1e6) {
-    const int exponent = magnitude == 0 ? least_exponent : max(least_exponent, std::ilogb(magnitude));
-    const int multiple = static_cast<int>(std::nearbyint(std::ldexp(magnitude, mantissa - exponent)));
-    byte = min(largest, ((exponent - least_exponent) << mantissa) + multiple);
-  }
-  return byte | (std::signbit(x) ? 0x80 : 0);
-}
-inline uint16 pack_e4m3(float low, float high) {
-  return to_byte(low, 3, -6, 0x7E) | to_byte(high, 3, -6, 0x7E) << 8;
-}
-inline uint16 pack_e5m2(float low, float high) {
-  return to_byte(low, 2, -14, 0x7B) | to_byte(high, 2, -14, 0x7B) << 8;
 }
 
 // ---- what headers name and nothing here runs
