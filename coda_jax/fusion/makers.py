@@ -155,6 +155,31 @@ class Makers:
                 found |= set(equation.outvars)
         return found
 
+    def in_front_of(self, names: Collection[str], stops: Collection[str]) -> set[Any]:
+        """The variables that reach an equation of some names through equations that are none of `stops`."""
+        found = set[Any]()
+        for equation in reversed(self.equations):
+            name = equation.primitive.name
+            if name in names or (name not in stops and not found.isdisjoint(equation.outvars)):
+                found.update(variables(equation.invars))
+        return found
+
+    def is_needed(self, x: Any, known: Collection[Any], also: Collection[Any] = ()) -> bool:
+        """Whether a variable's equation is among the `needed` ones, without a walk over all."""
+        ends, seen, open_ = {*variables(self.jaxpr.outvars), *also}.difference(known), set(known), [x]
+        while open_:
+            x = open_.pop()
+            if x in ends:
+                return True
+            if x in seen:
+                continue
+            seen.add(x)
+            for equation in self.readers(x):
+                if equation.effects:
+                    return True
+                open_ += equation.outvars
+        return False
+
     def needed(self, known: Iterable[Any], also: Iterable[Any] = ()) -> set[int]:
         """The ids of the equations that are needed where some variables are known, and others are results too."""
         seen, found, open_ = set(known), set[int](), [e for e in self.equations if e.effects]

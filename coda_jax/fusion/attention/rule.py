@@ -65,10 +65,14 @@ def with_attention(
     if not any(e.primitive.name == "exp" for e in closed.jaxpr.eqns):
         return closed, Attentions()
     makers = Makers(closed.jaxpr)
+    of_softmax = makers.in_front_of({"exp"}, {"dot_general"})
+    with_reason = makers.in_front_of({"exp", "reduce_max", "concatenate"}, {"dot_general"})
     sites = _Sites(makers, Trees(makers, constants), None if implementation == "auto" else implementation)
     found, left = list[_Replaced](), list[tuple[Equation, str]]()
     for product in dots_in(closed.jaxpr).values():
         if not _may_be_scores(product) or any(product is x for one in found for x in one.products):
+            continue
+        if product.outvars[0] not in (with_reason if _has_heads(product) else of_softmax):
             continue
         search = Search(makers, product)
         reason = search.reason if search.has_softmax and _has_heads(product) else ""
@@ -120,16 +124,23 @@ class _Sites:
           Unlike: something else reads its scores or probabilities.
         """
         call = call_of(_behind_views(site, self._makers), self._trees, self._implementation)
-        if (reader := _reader(_Replaced(call), self._makers)) is None:
-            return _Replaced(call)
+        alone = _Replaced(call)
+        if not self._keeps_products(alone):
+            return alone
         gradients = gradients_of(call, self._equations)
         if gradients is not None:
             replaced = _Replaced(call, gradients)
-            if _reader(replaced, self._makers) is None:
+            if not self._keeps_products(replaced):
                 return replaced
+        reader = _reader(alone, self._makers)
         if isinstance(reader, str):
             raise Unlike(reader)
         raise Unlike(f"{reader.primitive.name} reads its scores or probabilities too: {line_of(reader)}")
+
+    def _keeps_products(self, one: _Replaced) -> bool:
+        """Whether something needs the products of a site beside it."""
+        every: list[Any] = [product.outvars[0] for product in one.products]
+        return any(self._makers.is_needed(x, one.results, one.call.arguments) for x in every)
 
 
 def _behind_views(site: Site, makers: Makers) -> Site:
@@ -146,11 +157,9 @@ def _behind_views(site: Site, makers: Makers) -> Site:
     return site
 
 
-def _reader(one: _Replaced, makers: Makers) -> Equation | str | None:
-    """The equation that needs the products of a site beside it, or the reason; None if nothing does."""
+def _reader(one: _Replaced, makers: Makers) -> Equation | str:
+    """The equation that needs the products of a site beside it, or the reason."""
     needed = makers.needed(one.results, one.call.arguments)
-    if not any(id(product) in needed for product in one.products):
-        return None
     meant, own = one.call.site.meant, one.call.site
     if any(x in meant for x in variables(makers.jaxpr.outvars)):
         return "its scores or probabilities are a result"
