@@ -8,6 +8,8 @@ comparisons of positions are exact. A bound may be loose, and is never wrong but
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -220,9 +222,9 @@ class _Evaluation:
         each = list(zip(may, cases, strict=True))
         truths = [(flag, x) for flag, x in each if isinstance(x, Truth)]
         if truths:
-            return Truth(
-                _any([flag & x.may_be_false for flag, x in truths]), _any([flag & x.may_be_true for flag, x in truths])
-            )
+            may_be_false = [flag & x.may_be_false for flag, x in truths]
+            may_be_true = [flag & x.may_be_true for flag, x in truths]
+            return Truth(*(functools.reduce(operator.or_, flags) for flags in (may_be_false, may_be_true)))
         numbers = [(flag, x) for flag, x in each if isinstance(x, Number)]
         is_int = numbers[0][1].low.dtype == INT32
         most = _MOST if is_int else np.inf
@@ -339,22 +341,9 @@ def _sum(op: str, forms: Sequence[_Form | None]) -> _Form | None:
     return None
 
 
-def _any(flags: Sequence[Any]) -> Any:
-    first, *others = flags
-    for flag in others:
-        first = first | flag
-    return first
-
-
 def _least(xp: Any, numbers: Sequence[Any]) -> Any:
-    first, *others = numbers
-    for one in others:
-        first = xp.minimum(first, one)
-    return first
+    return functools.reduce(xp.minimum, numbers)
 
 
 def _greatest(xp: Any, numbers: Sequence[Any]) -> Any:
-    first, *others = numbers
-    for one in others:
-        first = xp.maximum(first, one)
-    return first
+    return functools.reduce(xp.maximum, numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,10 +36,8 @@ class Bound:
         if self.known is not None:
             numbers, rows = self.known
             return spread(jnp.asarray(numbers, jnp.int32), (rows,), order)
-        first, *others = (option.value(values, order) for option in self.options)
-        for other in others:
-            first = jnp.minimum(first, other) if self.is_first else jnp.maximum(first, other)
-        return first
+        options = (option.value(values, order) for option in self.options)
+        return functools.reduce(jnp.minimum if self.is_first else jnp.maximum, options)
 
     def relative(self, layout: Layout) -> int | None:
         """c, where the bound is i + c for row i; None if it is not."""
