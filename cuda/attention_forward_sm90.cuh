@@ -487,7 +487,7 @@ struct Forward {
     store(o, total, maximum, my_row, work, unit);
   }
 
-  /// Where a head's rows begin in arrays (batch, heads, queries).
+  /// The index of a head's first row in arrays (batch, heads, queries).
   __device__ __forceinline__ long long begin(const Piece& work) const {
     return (static_cast<long long>(work.batch) * p.heads + work.head) * p.queries;
   }
@@ -530,7 +530,7 @@ struct Forward {
     if constexpr (has_results<Config>) store_results(o, total, maximum, my_row, work);
   }
 
-  /// What is made of y, as it is stored.
+  /// Stores the maps of y, which see it as it is stored.
   __device__ __forceinline__ void store_results(const float (&o)[outputs], const float (&total)[2],
                                                 const float (&maximum)[2], int my_row, const Piece& work) const {
     float inverse[2];

@@ -40,7 +40,7 @@ struct Mask {
   const void* bias;             // the same, added to scores
 };
 
-/// What else a kernel's Config has of arrays, behind those of its mask: a term of each row's sum, and dropout's bits.
+/// Arrays behind those of the mask, where a kernel's Config has them: a term of each row's sum, and dropout's bits.
 template <bool has_sinks>
 struct Sinks {
   const float* sinks;  // (batch, heads)

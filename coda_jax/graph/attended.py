@@ -4,7 +4,7 @@
 
 A map joins if it is of single elements of y and of scalars that are known before the call, as `attend.results` says of
 its program, or a transpose of such a map in 8 bits. It sees y as it is stored, so that its values are those of a pass.
-Where a policy of `jax.checkpoint` keeps y, a pass makes the maps again of that: attention does not run for them, and
+A pass makes the maps again of y where a policy of `jax.checkpoint` keeps that: attention does not run for them, and
 nothing beside y is kept.
 """
 

@@ -18,7 +18,7 @@ from coda_jax.epilogue.values import same_size
 
 _MOST_DIAGONALS = 1 << 22
 _NO_END = 1 << 30  # of positions
-# Of arrays without rows and columns.
+# The least and the greatest number that arrays without rows and columns usually have, as slopes and indices.
 _USUAL = {INT32: (np.int32(0), np.int32(1 << 20)), FLOAT32: (np.float32(-(2.0**60)), np.float32(2.0**60))}
 
 

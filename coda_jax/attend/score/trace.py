@@ -146,7 +146,7 @@ def _with_slopes(
     known = facts(elements.nodes, value)
     try:
         found = _tangent(elements, rest, variables, types)
-        # Where a key is hidden its probability is 0, and the derivative any number.
+        # The derivative may be any number where a key is hidden: its probability is 0.
         slopes |= {index: decided(elements, node, known) for index, node in found.items()}
     except (NotElementwise, NotTileLocalError, TypeError) as error:
         why_not = str(error)

@@ -1,6 +1,6 @@
 """The call of `coda.attention` that a site becomes.
 
-Where a row sees no key, `coda.attention` has 0. The original has NaN where its masks put -inf in the place of scores,
+`coda.attention` has 0 where a row sees no key. The original has NaN where its masks put -inf in the place of scores,
 the mean of all values where they put one finite number there or add a large one, and 0 where probabilities are set to
 0. So behind it stands what the original has, where it is not known that each row sees a key.
 

@@ -25,7 +25,7 @@ from coda_jax.fusion.attention.trees import Node, Trees, merged, positions, valu
 from coda_jax.fusion.makers import Makers
 
 Condition = tuple[Node, bool]  # and the value that it has where a query sees a key
-# What a row that sees no key is; the mean of values, too, of scores to which a number was added that hides them.
+# The result of a row that sees no key, in the original. ADDED_MEAN: a number that hides scores was added to them.
 NOTHING, NAN, MEAN, ADDED_MEAN, ZERO = "nothing", "nan", "mean", "added mean", "zero"
 _HIDING = -1e20  # scores are lost to what is added to them
 
