@@ -1,6 +1,10 @@
-"""Every program once at sizes with edges, for compute-sanitizer: `make gpu-sanitize`."""
+"""Every program once at sizes with edges, for compute-sanitizer: `make gpu-sanitize`.
+
+`python -m tests.gpu.sanitized more` runs that part of `PARTS` alone.
+"""
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -13,7 +17,9 @@ from coda_jax.attend import kernel as attention_kernel
 from coda_jax.lowering import cuda, kernel
 from coda_jax.tiles.config import TILES
 from tests import block_cases
-from tests.gpu import test_blocks, test_fp8_results
+from tests.attention_cases import EPILOGUES
+from tests.attention_scores import scores
+from tests.gpu import test_attention, test_blocks, test_fp8_results
 from tests.gpu.poisoned import inline_headers
 
 
@@ -119,6 +125,14 @@ def run_attention(name: str, widths: tuple[int, int], **options: Any) -> None:
     print("attention", name, widths, "ran", flush=True)
 
 
+def run_attention_results(name: str, width: int) -> None:
+    """Attention over 300 tokens whose kernel makes maps of y beside it."""
+    given = test_attention.problem(3, 1, 300, 300, 4, 2, width)
+    kernel, _, scalars = test_attention.results_beside(name, width, True, given)
+    jax.block_until_ready(kernel(*given[:3], *scalars))
+    print("attention with", name, width, "ran", flush=True)
+
+
 def let_all_lanes_arrive() -> None:
     """Lets all lanes of the attention kernels' warps arrive at barriers, and not the first alone.
 
@@ -127,8 +141,8 @@ def let_all_lanes_arrive() -> None:
     """
     source_of = attention_kernel._source
 
-    def rewritten(function: str, params: str, threads: int, members: dict[str, Any]) -> str:
-        source = inline_headers(source_of(function, params, threads, members))
+    def rewritten(function: str, *about: Any, **more: Any) -> str:
+        source = inline_headers(source_of(function, *about, **more))
         all_arrive = source.replace("int arriving_lanes = 1;", "int arriving_lanes = 32;")
         if all_arrive == source and function in ("forward", "backward"):
             raise ValueError(f"{function} does not say how many lanes arrive")
@@ -156,8 +170,25 @@ def run_attentions() -> None:
     run_attention("causal", (192, 128), is_causal=True)
 
 
-def main() -> None:
-    run_attentions()
+def run_attentions_with_more() -> None:
+    """Attention's kernels with score functions, sinks, dropout and maps of y."""
+    let_all_lanes_arrive()
+    functions = scores(1, 4, 300, 300)
+    for name in ("soft cap", "ALiBi with slopes", "documents"):
+        score, operands = functions[name]
+        for width in (64, 256):
+            run_attention(f"with score {name}", (width, width), is_causal=True, score=score, operands=operands)
+    dropout = {"dropout_key": jax.random.key(0), "dropout_rate": 0.1}
+    for options in (dropout, {"sinks": jnp.ones(4), **dropout}):
+        for widths in ((64, 64), (192, 128), (256, 256)):
+            run_attention(f"with {', '.join(options)}", widths, is_causal=True, **options)
+    for name in EPILOGUES:
+        for width in (64, 256):
+            run_attention_results(name, width)
+
+
+def run_products() -> None:
+    """Products by themselves, and the operators and blocks that are made of them."""
     run_operators()
     for name in block_cases.FORMS:
         run_block(name)
@@ -197,5 +228,8 @@ def main() -> None:
         run_symmetric(2056 * tile_n // 128, 64, claiming, "claiming its tiles ")
 
 
+PARTS = {"attention": run_attentions, "more": run_attentions_with_more, "products": run_products}
+
 if __name__ == "__main__":
-    main()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()
