@@ -55,7 +55,7 @@ def write(
         "date": datetime.date.today().isoformat(),
         "clock": timing.clock(),
     }
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{device.replace(' ', '_').lower()}{suffix}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*columns, *common], restval="")
