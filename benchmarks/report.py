@@ -98,7 +98,6 @@ SECTIONS = [
             report_tables.energy_products),
     Section("Epilogues", "", "make bench", report_tables.epilogues, "_fused"),
     Section("Parts of epilogues", "_ablation", "make lab-ablation", report_tables.ablation),
-    Section("Dropout behind a product", "_dropout", "make lab-dropout", report_tables.dropout),
     Section("Joined products", "_joined", "make lab-joined", report_tables.joined),
     Section("Energy of a training step's products", "_energy_step", "make lab-energy ARGS=--step",
             report_tables.energy_step),

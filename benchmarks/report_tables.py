@@ -319,17 +319,6 @@ def ablation(rows: Sequence[Row]) -> str:
     return text + table(["epilogue", "M, N, K", "part", "overhead", "extra MB", "copied"], lines)
 
 
-def dropout(rows: Sequence[Row]) -> str:
-    text = (
-        "x + dropout(a b): the product with its residual; with a mask of a byte an element that is drawn before, and "
-        "the drawing itself; with bits that the epilogue computes by so many operations on integers.\n\n"
-    )
-    lines = []
-    for row in rows:
-        lines.append([sizes(row), f"`{row['variant']}`", f"{number(row, 'us'):.0f}", percent(number(row, "price"))])
-    return text + table(["M, N, K", "variant", "us", "over the product"], lines)
-
-
 def joined(rows: Sequence[Row]) -> str:
     first = rows[0]
     text = (

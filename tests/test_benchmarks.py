@@ -22,7 +22,7 @@ from benchmarks import (
     programs,
     report_tables,
 )
-from benchmarks.lab import ablation, energy, tunix_logprobs
+from benchmarks.lab import ablation, energy
 from benchmarks.peers import cutlass
 from benchmarks.programs import PROGRAMS
 from benchmarks.variants import TINY, VARIANTS, Parameters, Setting, step
@@ -217,14 +217,6 @@ def test_loss_head(tmp_path, quick_to_compile):
     )
     shown = report_tables.loss_head(rows)
     assert "256 x 32 x 200" in shown and "`token_logprobs`, entropies" in shown
-
-
-def test_the_diff_for_tunix():
-    """The command that runs it finds it on its page, and counts what it changes."""
-    diff = tunix_logprobs.diff_of_page()
-    assert "coda.token_logprobs(" in diff
-    assert tunix_logprobs.changed_lines(diff) <= tunix_logprobs.MOST_LINES
-    assert tunix_logprobs.changed_lines("--- a/x\n+++ b/x\n@@ -1,3 +1,4 @@\n-a\n+b\n+c\n d\n-e\n") == 3
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ sizes on eight CPU devices under FSDP, with the same parameters. These rules hol
 * In bfloat16 it is within 1 % of the original's, or no further from float32's than the original's is; or, where the
   original's is not within 1 % of float32's itself, no further than one and a half times that.
 * In bfloat16 XLA's analysis finds no more temporaries, but for one array: the analysis is that of a CPU, where the
-  float32 sums of a layer's widest product are in memory. A kernel has them in registers.
+  float32 sums of a layer's widest product are in memory. A kernel has them in registers. XLA of jax 0.10 has up to four
+  such arrays at once.
 
 A distance is the Euclidean norm of a difference, relative. pip and patch are needed, and the package index; no GPU is.
 """
@@ -156,7 +157,8 @@ def main() -> int:
     lines = changed_lines(diff)
     failed = lines > MOST_LINES
     print(f"{lines} lines changed{'  FAILS' if failed else ''}")
-    for line, allowed in table(*steps):
+    arrays = 4 if jax.__version__.startswith("0.10.") else 1
+    for line, allowed in table(*steps, sums=arrays * WIDEST_SUMS):
         failed |= not allowed
         print(line if allowed else f"{line}  FAILS")
     return int(failed)
