@@ -3,6 +3,7 @@
 import importlib as _importlib
 import sys as _sys
 import typing as _typing
+import warnings as _warnings
 
 try:
     from coda_jax import ffi as ffi
@@ -58,8 +59,6 @@ if _typing.TYPE_CHECKING:
     from coda_jax.tools.compare import compare as compare
     from coda_jax.tools.explain import Explanation as Explanation
     from coda_jax.tools.explain import explain as explain
-    from coda_jax.tools.plan_costs import PlanCosts as PlanCosts
-    from coda_jax.tools.plan_costs import plan_costs as plan_costs
     from coda_jax.tools.tune import Tuning as Tuning
     from coda_jax.tools.tune import tune as tune
 
@@ -76,7 +75,6 @@ __all__ = [
     "GemmConfig",
     "Intervals",
     "NotTileLocalError",
-    "PlanCosts",
     "Stream",
     "Tuning",
     "Value",
@@ -100,7 +98,6 @@ __all__ = [
     "mlp",
     "norm_projection",
     "opaque",
-    "plan_costs",
     "project",
     "qkv_projection",
     "ragged_contraction",
@@ -120,14 +117,19 @@ _TOOLS = {
     "compare": "compare",
     "Explanation": "explain",
     "explain": "explain",
-    "PlanCosts": "plan_costs",
-    "plan_costs": "plan_costs",
     "Tuning": "tune",
     "tune": "tune",
 }
 
 
+# Names that are elsewhere now.
+_MOVED = {"PlanCosts": "flax_layers.plan", "plan_costs": "flax_layers.plan"}
+
+
 def __getattr__(name: str) -> _typing.Any:
+    if name in _MOVED:
+        _warnings.warn(f"coda_jax.{name} is {_MOVED[name]}.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(_importlib.import_module(_MOVED[name]), name)
     if name not in _TOOLS:
         raise AttributeError(f"module 'coda_jax' has no attribute {name!r}")
     globals()[name] = tool = getattr(_importlib.import_module(f"coda_jax.tools.{_TOOLS[name]}"), name)

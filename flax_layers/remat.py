@@ -62,6 +62,30 @@ def named(x: T, name: str) -> T:
     return result
 
 
+def names_of(remat: str | Iterable[str]) -> frozenset[str]:
+    """The names of the arrays that are kept.
+
+    Args:
+      remat: a key of `POLICIES`; or names, of `NAMES` or MaxText's.
+
+    Raises:
+      ValueError: an unknown policy or name.
+    """
+    if isinstance(remat, str):
+        if remat not in POLICIES:
+            raise ValueError(
+                f"{remat=} is not a policy: {', '.join(POLICIES)}. Names of arrays to keep are given as a tuple."
+            )
+        return frozenset(POLICIES[remat])
+    if not isinstance(remat, Iterable):
+        raise ValueError(f"{remat=}; it must be None, one of {', '.join(POLICIES)}, names of arrays, or a policy")
+    requested = tuple(remat)
+    names = frozenset(name for one in requested for name in _ALSO.get(one, (one,)))
+    if unknown := sorted(names - NAMES):
+        raise ValueError(f"remat={requested!r}: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}")
+    return names
+
+
 def policy_of(remat: Remat) -> Callable[..., Any] | None:
     """The policy for `jax.checkpoint` that `remat` stands for; None where nothing is recomputed.
 
@@ -73,21 +97,7 @@ def policy_of(remat: Remat) -> Callable[..., Any] | None:
     """
     if remat is None or callable(remat):
         return remat
-    if isinstance(remat, str):
-        if remat not in POLICIES:
-            raise ValueError(
-                f"{remat=} is not a policy: {', '.join(POLICIES)}. Names of arrays to keep are given as a tuple."
-            )
-        names = frozenset(POLICIES[remat])
-    else:
-        if not isinstance(remat, Iterable):
-            raise ValueError(f"{remat=}; it must be None, one of {', '.join(POLICIES)}, names of arrays, or a policy")
-        requested = tuple(remat)
-        names = frozenset(name for one in requested for name in _ALSO.get(one, (one,)))
-        if unknown := sorted(names - NAMES):
-            raise ValueError(
-                f"remat={requested!r}: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}"
-            )
+    names = names_of(remat)
     by_name = jax.checkpoint_policies.save_only_these_names(*names, ROUTING)
     if CONTEXT not in names:
         return by_name

@@ -443,6 +443,6 @@ def test_the_pages_code(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert names["found"].kernels == 5 and "8 tensor, 8192 tokens a device" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
-    steps = coda.plan_costs(names["llama"], tokens=16384, mesh={"fsdp": 8}).steps
+    steps = names["plan_costs"](names["llama"], tokens=16384, mesh={"fsdp": 8}).steps
     for step in (step for step in steps if step.part == "layer"):  # the table of the page
         assert f"{step.ms:.2f}" in PAGE.read_text()

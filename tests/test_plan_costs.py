@@ -1,4 +1,4 @@
-"""coda.plan_costs against sums that are done by hand: Llama-3-8B on eight H200."""
+"""plan_costs against sums that are done by hand: Llama-3-8B on eight H200."""
 
 import json
 import types
@@ -10,8 +10,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 import coda_jax as coda
-from coda_jax.tools import plan_memory
+from coda_jax import costs
 from flax_layers import Llama, LlamaConfig, MoEConfig, remat
+from flax_layers.plan import PlanCosts, memory, plan_costs
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -30,7 +31,7 @@ def step(found, what, *, part="layer", phase="forward", of=""):
 
 
 def test_fsdp_of_llama_3_8b():
-    found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, tflops=650)
+    found = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, tflops=650)
     assert found.sizes.parameters == PARAMETERS == 218_103_808
     assert found.ms("forward", "products") == pytest.approx(11.0, rel=0.01)
     assert found.ms("backward", "products") == pytest.approx(22.0, rel=0.01)
@@ -45,14 +46,14 @@ def test_fsdp_of_llama_3_8b():
     assert head.bytes == pytest.approx(1.05e9, rel=0.01) and head.ms == pytest.approx(2.6, rel=0.02)
     assert dw.ms == pytest.approx(5.3, rel=0.02)
     assert found.layer_ms("forward") == found.ms("forward", "products")  # the gather is hidden
-    few = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
+    few = plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
     assert few.layer_ms("forward") == few.ms("forward") > few.ms("forward", "products")
-    half = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, gradient_dtype=jnp.bfloat16)
+    half = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, gradient_dtype=jnp.bfloat16)
     assert step(half, "reduce-scatter", phase="backward").ms == pytest.approx(1.1, rel=0.02)
 
 
 def test_tensor_parallelism_of_llama_3_8b():
-    found = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, tflops=650)
+    found = plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, tflops=650)
     assert found.ms("forward", "products") == pytest.approx(0.69, rel=0.01)
     assert found.ms("backward", "products") == pytest.approx(1.37, rel=0.01)
     for phase in ("forward", "backward"):
@@ -60,33 +61,33 @@ def test_tensor_parallelism_of_llama_3_8b():
         assert reduce.ms == pytest.approx(0.67, rel=0.01) and reduce.bytes == 2 * 2 * 8192 * 4096
         assert not reduce.can_overlap and found.hidden_above(phase) is None
         assert found.layer_ms(phase) == found.ms(phase, "products") + reduce.ms  # exposed, it doubles the forward pass
-    wide = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, stream_dtype=jnp.float32)
+    wide = plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, stream_dtype=jnp.float32)
     assert step(wide, "all-reduce").ms == pytest.approx(1.34, rel=0.01)
-    along = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, sequence_parallel=True, tflops=650)
+    along = plan_costs(LLAMA_3_8B, tokens=8192, mesh={"tensor": 8}, sequence_parallel=True, tflops=650)
     assert along.ms("forward") == pytest.approx(found.ms("forward"))  # a gather and a scatter in place of each reduce
     assert along.ms("backward") == pytest.approx(1.5 * found.ms("backward"))
     assert along.gib["activations"] < 0.5 * found.gib["activations"]
 
 
 def test_both_and_data_parallelism():
-    both = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 4, "tensor": 2}, tflops=650)
+    both = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 4, "tensor": 2}, tflops=650)
     assert step(both, "all-gather").bytes == PARAMETERS  # of a tensor group's half, in bfloat16
     assert step(both, "all-gather").ms == pytest.approx(PARAMETERS * 3 / 4 / 350e6)
     assert step(both, "all-reduce").ms == pytest.approx(2 * 2 * 2 * 16384 * 4096 / 2 / 350e6)
-    data = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"data": 8}, tflops=650)
+    data = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"data": 8}, tflops=650)
     reduced = step(data, "all-reduce", phase="backward")
     assert reduced.can_overlap and reduced.ms == pytest.approx(2 * 4 * PARAMETERS * 7 / 8 / 350e6)
     assert data.ms("forward") == 0
-    hybrid = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"replica": 2, "fsdp": 8}, tflops=650)
+    hybrid = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"replica": 2, "fsdp": 8}, tflops=650)
     assert step(hybrid, "all-reduce", phase="backward").bytes == 4 * PARAMETERS // 8  # of a shard
     assert hybrid.tokens_per_second == pytest.approx(16384 * 16 / hybrid.step_ms * 1e3)
-    one = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={})
+    one = plan_costs(LLAMA_3_8B, tokens=16384, mesh={})
     assert {s.what for s in one.steps} == {"products"}
 
 
 def test_memory():
     """2 T (3 D + Q + 2 F) bytes a layer are kept; parameters and gradients are float32 and cut."""
-    found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8})
+    found = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8})
     kept = 32 * 2 * 16384 * (3 * 4096 + 6144 + 2 * 14336)
     assert found.gib["activations"] == pytest.approx(kept / 2**30)
     assert found.gib["parameters"] == pytest.approx(4 * (32 * PARAMETERS + 2 * 128256 * 4096) / 8 / 2**30)
@@ -97,7 +98,7 @@ def test_collectives_that_leave_a_host():
     """8 hosts of 8: by NVLink inside, else by the network of as many devices as a host has of the group."""
 
     def gbytes(mesh, what, phase="backward", of="weights", **options):
-        found = coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh=mesh, tflops=650, **options)
+        found = plan_costs(LLAMA_3_8B, tokens=8192, mesh=mesh, tflops=650, **options)
         return step(found, what, phase=phase, of=of).gbytes, found
 
     reduced, found = gbytes({"data": 8, "fsdp": 8}, "all-reduce")
@@ -113,18 +114,18 @@ def test_collectives_that_leave_a_host():
     assert gbytes({"fsdp": 32, "tensor": 2}, "reduce-scatter")[0] == 200
     assert gbytes({"fsdp": 8}, "reduce-scatter", network_gbytes=1)[0] == 350
     assert gbytes(AbstractMesh((4, 2, 8), ("dp", "fsdp", "tp")), "reduce-scatter")[0] == 50
-    experts = coda.plan_costs(QWEN3_30B, tokens=8192, mesh={"expert": 16}, tflops=650)
+    experts = plan_costs(QWEN3_30B, tokens=8192, mesh={"expert": 16}, tflops=650)
     exchange = step(experts, "all-to-all")
     assert exchange.ms == pytest.approx(exchange.bytes * 8 / 16 / 50e6)  # half of the rows leave the host
     assert experts.as_dict()["in_host"]["expert"] == 8
-    assert "leave a host" not in str(coda.plan_costs(LLAMA_3_8B, tokens=8192, mesh={"fsdp": 8}))
+    assert "leave a host" not in str(plan_costs(LLAMA_3_8B, tokens=8192, mesh={"fsdp": 8}))
 
 
 def test_what_is_kept_has_its_dtype():
-    whole = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
+    whole = plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
     assert whole.gib["optimizer"] == 2 * whole.gib["parameters"] == 2 * whole.gib["gradients"]
     assert "parameters 3.7 (float32), gradients 3.7 (float32), optimizer 7.5 (2 x float32)" in str(whole)
-    half = coda.plan_costs(
+    half = plan_costs(
         LLAMA_3_8B,
         tokens=1024,
         mesh={"fsdp": 8},
@@ -135,7 +136,7 @@ def test_what_is_kept_has_its_dtype():
         gradient_dtype=jnp.bfloat16,
         optimizer_states=1,
     )
-    assert half == coda.PlanCosts(
+    assert half == PlanCosts(
         sizes=half.sizes,
         tokens=1024,
         mesh=half.mesh,
@@ -155,14 +156,14 @@ def test_what_is_kept_has_its_dtype():
     )
     assert half.gib["parameters"] == half.gib["gradients"] == whole.gib["parameters"] / 2
     assert half.gib["optimizer"] == whole.gib["parameters"] and "optimizer 3.7 (1 x float32)" in str(half)
-    eighth = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, optimizer_dtype="bfloat16", tflops=650)
+    eighth = plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, optimizer_dtype="bfloat16", tflops=650)
     assert eighth.gib["optimizer"] == whole.gib["parameters"] and eighth.optimizer_dtype == "bfloat16"
 
 
 def test_a_model_that_does_not_fit():
     """All of an 8B on one device is 120 GiB of parameters, gradients and Adam's state in float32."""
     alone = {
-        name: coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"data": 8}, device=name, tflops=650)
+        name: plan_costs(LLAMA_3_8B, tokens=1024, mesh={"data": 8}, device=name, tflops=650)
         for name in ("H100", "H200")
     }
     at_rest = 16 * (32 * PARAMETERS + 2 * 128256 * 4096) / 2**30
@@ -178,13 +179,13 @@ def test_a_model_that_does_not_fit():
 def test_when_it_says_that_it_fits():
     """As coda.compare does, and of what JAX takes by default."""
     beside = {"mesh": {"data": 8, "fsdp": 8}, "device": "H100", "tflops": 650}
-    near = coda.plan_costs(LLAMA_3_8B, tokens=16384, **beside)
+    near = plan_costs(LLAMA_3_8B, tokens=16384, **beside)
     assert 74 + 3 < sum(near.gib.values()) < 80 and near.fits is None and near.as_dict()["fits"] is None
-    few, fewer = (coda.plan_costs(LLAMA_3_8B, tokens=tokens, **beside) for tokens in (12288, 8192))
+    few, fewer = (plan_costs(LLAMA_3_8B, tokens=tokens, **beside) for tokens in (12288, 8192))
     assert few.fits and fewer.fits and 60 < sum(few.gib.values()) < 80 / 1.15 and sum(fewer.gib.values()) < 60
     setting = "JAX takes 75 % of a GPU's memory, 60 GiB, unless the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION"
     assert setting in str(few) and "JAX takes" not in str(fewer)
-    assert coda.plan_costs(LLAMA_3_8B, tokens=32768, **beside).fits is False
+    assert plan_costs(LLAMA_3_8B, tokens=32768, **beside).fits is False
 
 
 @pytest.mark.parametrize(
@@ -193,23 +194,21 @@ def test_when_it_says_that_it_fits():
 def test_the_heads_chunk_is_the_operators(tokens, vocabulary, features):
     sizes = {"hidden_size": features, "intermediate_size": 4 * features, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=vocabulary, num_attention_heads=features // 128, **sizes)
-    found = coda.plan_costs(config, tokens=tokens, mesh={}, tflops=650).gib["head"] * 2**30
+    found = plan_costs(config, tokens=tokens, mesh={}, tflops=650).gib["head"] * 2**30
     x = jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16)
     w, labels = jax.ShapeDtypeStruct((features, vocabulary), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
     loss = jax.value_and_grad(lambda x, w, y: coda.linear_cross_entropy(x, w, y, dtype=jnp.bfloat16)[0], (0, 1))
     products = coda.explain(loss, x, w, labels, device="H100").products
     chunk = max(int(one.a.split("[")[1].split(",")[0]) for one in products if f",{vocabulary}]" in one.a)
     assert found == 2 * chunk * vocabulary + 2 * features * vocabulary  # W in bfloat16; its gradient is counted as one
-    cut = coda.plan_costs(config, tokens=tokens, mesh={"fsdp": 4}, tflops=650).gib["head"] * 2**30
+    cut = plan_costs(config, tokens=tokens, mesh={"fsdp": 4}, tflops=650).gib["head"] * 2**30
     assert cut == found + 4 * features * vocabulary
 
 
 def test_what_remat_keeps():
-    """The names and policies are those of flax_layers.remat; what is not kept runs again, from gathered weights."""
-    assert remat.POLICIES == plan_memory.POLICIES and remat.NAMES == plan_memory.NAMES
-    assert remat._ALSO == plan_memory.ALSO
+    """A layer runs again what it does not keep, from gathered weights."""
     given = {"tokens": 16384, "mesh": {"fsdp": 8}, "tflops": 650}
-    plain = coda.plan_costs(LLAMA_3_8B, **given)
+    plain = plan_costs(LLAMA_3_8B, **given)
     of_product = {name: 2 * 16384 * k * n / 650e9 for name, k, n in plain.sizes.products}
     whole = 3 * 4096 + 6144 + 2 * 14336
     for policy, width, again in (
@@ -218,17 +217,17 @@ def test_what_remat_keeps():
         ("save_attention", 3 * 4096 + 6144, ("gate_up",)),
         (("mlpwi_0", "attention_out"), 2 * 4096 + 2 * 14336, ("qkv", "out")),
     ):
-        found = coda.plan_costs(LLAMA_3_8B, **given, remat=policy)
+        found = plan_costs(LLAMA_3_8B, **given, remat=policy)
         assert found.gib["activations"] * 2**30 == pytest.approx(2 * 16384 * (31 * width + whole))
         assert found.gib["gathered"] == pytest.approx(plain.gib["gathered"] / 32) and found.remat == policy
         more = found.ms("backward", "products") - plain.ms("backward", "products")
         assert more == pytest.approx(sum(of_product[name] for name in again))
         assert step(found, "products", phase="backward").of == f"{8 + len(again)} products"
         assert step(found, "all-gather", phase="backward").bytes == step(found, "all-gather").bytes
-    listed = coda.plan_costs(LLAMA_3_8B, **given, remat=["query_proj", "key_proj", "value_proj"])
-    assert listed.gib == coda.plan_costs(LLAMA_3_8B, **given, remat="save_qkv").gib and isinstance(listed.remat, tuple)
-    experts = coda.plan_costs(QWEN3_30B, **given, remat=("expert_rows",))
-    assert experts.gib["activations"] < coda.plan_costs(QWEN3_30B, **given).gib["activations"] / 2
+    listed = plan_costs(LLAMA_3_8B, **given, remat=["query_proj", "key_proj", "value_proj"])
+    assert listed.gib == plan_costs(LLAMA_3_8B, **given, remat="save_qkv").gib and isinstance(listed.remat, tuple)
+    experts = plan_costs(QWEN3_30B, **given, remat=("expert_rows",))
+    assert experts.gib["activations"] < plan_costs(QWEN3_30B, **given).gib["activations"] / 2
 
 
 @pytest.mark.parametrize("policy", ["full", "save_qkv", "save_attention"])
@@ -244,36 +243,36 @@ def test_what_remat_keeps_is_what_explain_finds(policy):
         for one, count in kept.items()
         if one.name and one.name != "mlpwo" and "float32" not in one.array
     )
-    expected = plan_memory._layer_bytes(coda.plan_costs(config, tokens=512, mesh={}), plan_memory.kept_names(policy))
+    expected = memory._layer_bytes(plan_costs(config, tokens=512, mesh={}), memory.kept_names(policy))
     assert named == 2 * expected - 2 * 512 * 512  # the second layer's input is the first one's mlpwo
 
 
 def test_the_cost_models_products():
     """At the shapes of the 8B on one device they reach 650 to 720 TFLOP/s; an H100's differ; small parts are slower."""
     for device in ("H200", "H100"):
-        found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, device=device)
+        found = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, device=device)
         rate = 3 * 2 * 16384 * PARAMETERS / (found.ms("forward", "products") + found.ms("backward", "products")) / 1e9
         assert 650 < rate < 720, rate
-    small = coda.plan_costs(LLAMA_3_8B, tokens=512, mesh={"tensor": 8})
+    small = plan_costs(LLAMA_3_8B, tokens=512, mesh={"tensor": 8})
     assert small.ms("forward", "products") > 1.3 * found.ms("forward", "products") / 8 / 32
 
 
 def test_meshes_and_configs():
-    expected = coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 4, "tensor": 2})
+    expected = plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 4, "tensor": 2})
     for mesh, axes in (
         (AbstractMesh((4, 2), ("fsdp", "model")), None),
         (AbstractMesh((4, 2), ("x", "y")), {"x": "fsdp", "y": "tensor"}),
     ):
-        assert coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh=mesh, axes=axes) == expected
+        assert plan_costs(LLAMA_3_8B, tokens=1024, mesh=mesh, axes=axes) == expected
     small = jax.make_mesh((2, 2), ("fsdp", "tp"))
-    assert coda.plan_costs(LLAMA_3_8B, tokens=1024, mesh=small).mesh == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert plan_costs(LLAMA_3_8B, tokens=1024, mesh=small).mesh == {"data": 1, "fsdp": 2, "tensor": 2}
     names = {
         name: getattr(LLAMA_3_8B, name)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     }
     names |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None}
     for config in (names, types.SimpleNamespace(**names)):
-        assert coda.plan_costs(config, tokens=1024, mesh={"fsdp": 4, "tensor": 2}) == expected
+        assert plan_costs(config, tokens=1024, mesh={"fsdp": 4, "tensor": 2}) == expected
 
 
 @pytest.mark.parametrize(
@@ -302,16 +301,16 @@ def test_meshes_and_configs():
 )
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
-        coda.plan_costs(LLAMA_3_8B, **{"tokens": 1024, **options})
+        plan_costs(LLAMA_3_8B, **{"tokens": 1024, **options})
 
 
 def test_a_config_that_lacks_a_size():
     with pytest.raises(ValueError, match="the config has no intermediate_size"):
-        coda.plan_costs({"hidden_size": 64, "num_attention_heads": 2}, tokens=64, mesh={})
+        plan_costs({"hidden_size": 64, "num_attention_heads": 2}, tokens=64, mesh={})
 
 
 def test_text_dict_and_picture(tmp_path):
-    found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 4, "tensor": 2}, tflops=650)
+    found = plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 4, "tensor": 2}, tflops=650)
     text = str(found)
     assert "layer  forward   all-gather      weights" in text and "hidden from 1393 tokens a device on" in text
     read = json.loads(json.dumps(found.as_dict()))
@@ -326,7 +325,7 @@ QWEN3_30B = MoEConfig.qwen3_30b_a3b()
 
 def test_experts_of_qwen3_30b_a3b():
     """16384 tokens a device, eight experts each, of 128 over eight devices."""
-    found = coda.plan_costs(QWEN3_30B, tokens=16384, mesh={"expert": 8}, tflops=650)
+    found = plan_costs(QWEN3_30B, tokens=16384, mesh={"expert": 8}, tflops=650)
     of_experts = 128 * 3 * 2048 * 768
     of_all = 2048 * (32 + 8) * 128 + 4096 * 2048 + 2048 * 128
     assert found.sizes.parameters_of_experts == of_experts and found.sizes.parameters == of_experts + of_all
@@ -339,7 +338,7 @@ def test_experts_of_qwen3_30b_a3b():
         assert exchange.ms == pytest.approx(exchange.bytes * 7 / 8 / 350e6)
     reduce = step(found, "all-reduce", phase="backward")
     assert (reduce.of, reduce.over, reduce.bytes) == ("gradients of weights", "expert", 4 * of_all)
-    whole, cut = (coda.plan_costs(QWEN3_30B, tokens=16384, mesh=mesh, tflops=650).gib for mesh in ({}, {"expert": 8}))
+    whole, cut = (plan_costs(QWEN3_30B, tokens=16384, mesh=mesh, tflops=650).gib for mesh in ({}, {"expert": 8}))
     gone = 48 * of_experts * 4 * 7 / 8 / 2**30
     assert whole["parameters"] - cut["parameters"] == pytest.approx(gone)
     assert found.tokens_per_second == pytest.approx(8 * 16384 / found.step_ms * 1e3)
@@ -358,20 +357,20 @@ MIXTRAL = {
 
 
 def test_experts_beside_fsdp_and_by_the_cost_model():
-    found = coda.plan_costs(QWEN3_30B, tokens=16384, mesh={"fsdp": 4, "expert": 2})
+    found = plan_costs(QWEN3_30B, tokens=16384, mesh={"fsdp": 4, "expert": 2})
     gather = step(found, "all-gather", of="experts")
     assert gather.bytes == 2 * found.sizes.parameters_of_experts // 2 and gather.over == "fsdp"
-    at_650 = coda.plan_costs(QWEN3_30B, tokens=16384, mesh={"fsdp": 4, "expert": 2}, tflops=650)
+    at_650 = plan_costs(QWEN3_30B, tokens=16384, mesh={"fsdp": 4, "expert": 2}, tflops=650)
     for phase in ("forward", "backward"):
         assert 0.9 < found.ms(phase, "products") / at_650.ms(phase, "products") < 1.3
     assert "all-to-all      rows to experts and back" in str(found)
 
 
 def test_experts_of_published_settings():
-    mixtral = coda.plan_costs(MIXTRAL, tokens=8192, mesh={"fsdp": 8}, tflops=650)
-    assert mixtral.sizes == coda.plan_costs(MoEConfig.mixtral_8x7b(), tokens=8192, mesh={}, tflops=650).sizes
+    mixtral = plan_costs(MIXTRAL, tokens=8192, mesh={"fsdp": 8}, tflops=650)
+    assert mixtral.sizes == plan_costs(MoEConfig.mixtral_8x7b(), tokens=8192, mesh={}, tflops=650).sizes
     more = {**MIXTRAL, "shared_expert_intermediate_size": 64}
-    shared = coda.plan_costs(more, tokens=8192, mesh={}, tflops=650)
+    shared = plan_costs(more, tokens=8192, mesh={}, tflops=650)
     assert shared.sizes.parameters == mixtral.sizes.parameters + 3 * 4096 * 64
     own = {
         **MIXTRAL,
@@ -379,21 +378,21 @@ def test_experts_of_published_settings():
         "n_routed_experts": 8,
         "moe_intermediate_size": MIXTRAL["intermediate_size"],
     }
-    assert coda.plan_costs(own, tokens=8192, mesh={}, tflops=650).sizes == mixtral.sizes
-    two_shared = coda.plan_costs({**own, "n_shared_experts": 2}, tokens=8192, mesh={}, tflops=650)
+    assert plan_costs(own, tokens=8192, mesh={}, tflops=650).sizes == mixtral.sizes
+    two_shared = plan_costs({**own, "n_shared_experts": 2}, tokens=8192, mesh={}, tflops=650)
     assert two_shared.sizes.shared == 2 * mixtral.sizes.hidden
     with pytest.raises(ValueError, match="128 experts are not divided by 3 devices"):
-        coda.plan_costs(QWEN3_30B, tokens=64, mesh={"expert": 3}, tflops=650)
+        plan_costs(QWEN3_30B, tokens=64, mesh={"expert": 3}, tflops=650)
     with pytest.raises(ValueError, match="the expert axis has 2 devices, and the config has no experts"):
-        coda.plan_costs(LLAMA_3_8B, tokens=64, mesh={"expert": 2}, tflops=650)
+        plan_costs(LLAMA_3_8B, tokens=64, mesh={"expert": 2}, tflops=650)
 
 
 def test_causal_attention():
     """4 H D flops of a pair that sees each other, forward, and 10 backward; each device has its heads."""
     seen = 2 * (8192 * 8193 // 2)  # of two sequences
     for mesh, heads in (({"fsdp": 8}, 32), ({"tensor": 8}, 4)):
-        plain = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh=mesh, tflops=650)
-        found = coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh=mesh, tflops=650, length=8192)
+        plain = plan_costs(LLAMA_3_8B, tokens=16384, mesh=mesh, tflops=650)
+        found = plan_costs(LLAMA_3_8B, tokens=16384, mesh=mesh, tflops=650, length=8192)
         assert found.ms("forward", "attention") == pytest.approx(4 * heads * 128 * seen / 500e9, rel=1e-3)
         assert found.ms("backward", "attention") == pytest.approx(10 * heads * 128 * seen / 430e9, rel=1e-3)
         for phase in ("forward", "backward"):
@@ -405,14 +404,30 @@ def test_causal_attention():
         assert "attention and what" in str(plain) and "attention and what" not in str(found)
         assert "sequences of 8192" in str(found)
     with pytest.raises(ValueError, match=r"tokens=16384 are no whole sequences of length=5000"):
-        coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, length=5000)
+        plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, length=5000)
 
 
 @pytest.mark.parametrize("policy, runs", [("full", 2), ("save_qkv", 2), ("save_attention", 1), (("context",), 1)])
 def test_attention_runs_again_where_it_is_not_kept(policy, runs):
-    once, found = (
-        coda.plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, length=8192, remat=x) for x in (None, policy)
-    )
+    once, found = (plan_costs(LLAMA_3_8B, tokens=16384, mesh={"fsdp": 8}, length=8192, remat=x) for x in (None, policy))
     forward = once.ms("forward", "attention")
     again = found.ms("backward", "attention") - once.ms("backward", "attention")
     assert again == pytest.approx((runs - 1) * forward)
+
+
+def test_the_old_name_says_where_it_is():
+    with pytest.warns(DeprecationWarning, match=r"coda_jax\.plan_costs is flax_layers\.plan\.plan_costs now"):
+        assert coda.plan_costs is plan_costs
+
+
+def test_costs_of_parts():
+    """The parts of plans, by themselves: attention, the chunk of a loss, what fits, the names that are kept."""
+    passes = [
+        costs.causal_attention_ms(batch=2, length=4096, heads=32, width=128, is_backward=x) for x in (False, True)
+    ]
+    assert 2 < passes[1] / passes[0] < 4 and passes[0] == pytest.approx(0.55, rel=0.05)
+    chunk, columns = costs.loss_chunk(tokens=16384, features=2048, vocabulary=128256, has_copy=False)
+    beside_a_copy, _ = costs.loss_chunk(tokens=16384, features=2048, vocabulary=128256, has_copy=True)
+    assert columns == 128256 and 16384 >= chunk >= beside_a_copy > 0
+    assert costs.fits(75.0, 80) is None and costs.fits(75.0, 80, is_estimate=False) is True
+    assert remat.names_of("full") == frozenset() and remat.names_of(remat=["qkv_proj"]) == frozenset(remat.QKV)

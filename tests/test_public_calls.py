@@ -21,6 +21,7 @@ from flax_layers import sharding
 from flax_layers.checkpoints import from_hf, from_maxtext, from_peft, to_hf, to_maxtext, to_peft
 from flax_layers.layer_stack import run_layers
 from flax_layers.models import gpt2_block
+from flax_layers.plan import PlanCosts, plan_costs
 from flax_layers.remat import named
 from tests import loss_cases
 from tests.chain_cases import normal
@@ -55,8 +56,8 @@ def test_results_are_made_by_keyword():
     )
     assert nothing.kernels == 0 and nothing.as_dict()["others"] == 2
     assert nothing == coda.Explanation(products={}, others=2, attention_calls={})
-    plan = coda.plan_costs(LLAMA, tokens=16, mesh={"tensor": 2}, bus_gbytes=100.0, tflops=700.0, length=8)
-    assert plan == coda.PlanCosts(
+    plan = plan_costs(LLAMA, tokens=16, mesh={"tensor": 2}, bus_gbytes=100.0, tflops=700.0, length=8)
+    assert plan == PlanCosts(
         sizes=plan.sizes,
         tokens=16,
         mesh={"data": 1, "fsdp": 1, "tensor": 2},

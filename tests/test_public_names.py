@@ -38,6 +38,7 @@ LAYERS = pathlib.Path(flax_layers.__file__).parent
 PACKAGES = ("coda_jax", "flax_layers")
 MODULES = (  # what documents tell users to import
     "coda_jax",
+    "coda_jax.costs",
     "coda_jax.doctor",
     "coda_jax.extend",
     "coda_jax.fp8",
@@ -49,6 +50,7 @@ MODULES = (  # what documents tell users to import
     "flax_layers.lora",
     "flax_layers.models",
     "flax_layers.muon",
+    "flax_layers.plan",
     "flax_layers.fp8",
     "flax_layers.remat",
     "flax_layers.sharding",

@@ -41,7 +41,7 @@ def diff_of_page():
 
 
 def tunix():
-    """What `fetch` and `load` of examples/adopting/run.py take, and the modules that are used here."""
+    """A package as `fetch` and `load` of examples/adopting/run.py take it; the result has the modules used here."""
     return SimpleNamespace(**{name: importlib.import_module(module) for name, module in MODULES.items()})
 
 

@@ -1,1 +1,1 @@
-"""The answers to a user's questions about a program: `coda_jax.explain`, `coda_jax.plan_costs` and `coda_jax.tune`."""
+"""The answers to a user's questions about a program: `coda_jax.explain`, `coda_jax.compare` and `coda_jax.tune`."""

@@ -1,4 +1,4 @@
-"""The plots of `coda.explain` and `coda.plan_costs`, with matplotlib, which only this file imports."""
+"""The plots of `coda.explain`, and what other plots share, with matplotlib, which only this file imports."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The plot of `coda.plan_costs`: a timeline of a layer's products and collectives."""
+"""The plot of `plan_costs`: a timeline of a layer's products and collectives."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from coda_jax.tools.plot import BESIDE, OURS, canvas, legend
+from coda_jax.costs import BESIDE, OURS, canvas, legend
 
 if TYPE_CHECKING:
-    from coda_jax.tools.plan_costs import PlanCosts
-    from coda_jax.tools.plan_steps import Step
+    from flax_layers.plan.costs import PlanCosts
+    from flax_layers.plan.steps import Step
 
 _ALONE = "#c1440e"
 _PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}

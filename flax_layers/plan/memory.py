@@ -1,4 +1,4 @@
-"""The memory of `coda.plan_costs`: what a device holds at once.
+"""The memory of `plan_costs`: what a device holds at once.
 
 With P parameters of all layers, embedding and head, f devices of FSDP, t of tensor parallelism, T tokens on a device,
 and V columns of the vocabulary on a device,
@@ -19,29 +19,28 @@ or cast, and its gradient if it is not the one that is kept. Other memory that X
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.operators.head.arguments import CHUNK_BYTES, CHUNK_BYTES_BESIDE_A_COPY
-from coda_jax.operators.head.arrays import Kernel, Tokens
-from coda_jax.operators.head.chunks import chunk_size, columns_of
-from coda_jax.operators.head.exponential_head import ExponentialHead
-from coda_jax.operators.head.loss_head import LossHead
-from coda_jax.tools.plan_steps import Sizes
+from coda_jax.costs import loss_chunk
+from flax_layers.plan.steps import Sizes
+from flax_layers.remat import (
+    ATTENTION_OUTPUT,
+    CONTEXT,
+    EXPERT_ROWS,
+    LAYER_INPUT,
+    LAYER_OUTPUT,
+    NAMES,
+    POLICIES,
+    QKV,
+    names_of,
+)
 
 if TYPE_CHECKING:
-    from coda_jax.tools.plan_costs import PlanCosts
-
-# The same names as in flax_layers.remat.
-_QKV = ("query_proj", "key_proj", "value_proj")
-POLICIES = {"full": (), "save_qkv": _QKV, "save_attention": (*_QKV, "context", "out_proj")}
-ALSO = {"qkv_proj": _QKV, "attention_out": ("context",), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
-LAYER_INPUT, IN_NO_BLOCK = ("decoder_layer_input", "mlpwo"), "norm_projection"
-NAMES = {*LAYER_INPUT, IN_NO_BLOCK, *_QKV, "context", "out_proj", "expert_rows", "mlpwi"}
+    from flax_layers.plan.costs import PlanCosts
 
 
 def kept_names(remat: Any) -> frozenset[str]:
@@ -51,16 +50,11 @@ def kept_names(remat: Any) -> frozenset[str]:
       ValueError: an unknown policy or name, or a policy that is a function, which does not tell what it keeps.
     """
     if remat is None:
-        return frozenset(NAMES)
-    if isinstance(remat, str) or not isinstance(remat, Iterable):
-        if remat not in POLICIES:
-            told = f"{', '.join(POLICIES)}, names of arrays to keep as a tuple, or None"
-            raise ValueError(f"plan_costs: {remat=}; it must be one of {told}")
-        return frozenset((*LAYER_INPUT, *POLICIES[remat]))
-    names = frozenset(name for one in remat for name in ALSO.get(one, (one,)))
-    if unknown := sorted(names - NAMES):
-        raise ValueError(f"plan_costs: no array is named {unknown[0]!r}; names are {', '.join(sorted(NAMES))}")
-    return names | {*LAYER_INPUT}
+        return NAMES
+    if callable(remat) or (isinstance(remat, str) and remat not in POLICIES):
+        allowed = f"{', '.join(POLICIES)}, names of arrays to keep as a tuple, or None"
+        raise ValueError(f"plan_costs: {remat=}; it must be one of {allowed}")
+    return names_of(remat) | {LAYER_INPUT, LAYER_OUTPUT}
 
 
 def made_again(sizes: Sizes, remat: Any) -> tuple[str, ...]:
@@ -68,7 +62,7 @@ def made_again(sizes: Sizes, remat: Any) -> tuple[str, ...]:
     if remat is None:
         return ()
     kept = kept_names(remat)
-    needs: Mapping[str, set[str]] = {"qkv": {*_QKV}, "out": {"out_proj"}}
+    needs: Mapping[str, set[str]] = {"qkv": {*QKV}, "out": {ATTENTION_OUTPUT}}
     names = [name for name, _, _ in sizes.products if not name.endswith("down")]
     return tuple(name for name in names if not needs.get(name, {"mlpwi"}) <= kept)
 
@@ -99,14 +93,15 @@ def _layer_bytes(plan: PlanCosts, names: frozenset[str]) -> float:
     stream_shards = tensor if plan.sequence_parallel else 1
     hidden = (sizes.experts_per_token or 1) * sizes.hidden + sizes.shared
     heads, key_value = sizes.heads * sizes.head, sizes.key_value_heads * sizes.head
+    query, key, value = QKV
     elements = {
-        "decoder_layer_input": sizes.features / stream_shards,  # mlpwo is the next layer's
-        "query_proj": heads / tensor,
-        "key_proj": key_value / tensor,
-        "value_proj": key_value / tensor,
-        "context": heads / tensor,
-        "out_proj": sizes.features / stream_shards,
-        "expert_rows": sizes.experts_per_token * sizes.features / stream_shards,
+        LAYER_INPUT: sizes.features / stream_shards,  # LAYER_OUTPUT is the next layer's
+        query: heads / tensor,
+        key: key_value / tensor,
+        value: key_value / tensor,
+        CONTEXT: heads / tensor,
+        ATTENTION_OUTPUT: sizes.features / stream_shards,
+        EXPERT_ROWS: sizes.experts_per_token * sizes.features / stream_shards,
         "mlpwi": (1 + sizes.is_gated) * hidden / tensor,
     }
     return 2 * plan.tokens * sum(size for name, size in elements.items() if name in names)
@@ -114,18 +109,12 @@ def _layer_bytes(plan: PlanCosts, names: frozenset[str]) -> float:
 
 def _head(plan: PlanCosts) -> float:
     """Bytes of a chunk's exponentials, and of the copies of the head's weight and its gradient, if there are any."""
-    sizes, bfloat16 = plan.sizes, np.dtype(jnp.bfloat16)
+    sizes, is_sharded = plan.sizes, plan.mesh["fsdp"] > 1
+    is_cast = is_sharded or plan.param_dtype != np.dtype(jnp.bfloat16).name
     vocabulary = sizes.vocabulary // plan.mesh["tensor"]
-    columns = columns_of(vocabulary, bfloat16)
-    is_cast = plan.mesh["fsdp"] > 1 or plan.param_dtype != bfloat16.name
-    logits_bytes = CHUNK_BYTES_BESIDE_A_COPY if is_cast else CHUNK_BYTES
-    options = LossHead(vocabulary, columns, logits_bytes, False, bfloat16, "auto")
-    array = jax.ShapeDtypeStruct((sizes.features, vocabulary), bfloat16)
-    tokens = Tokens(jax.ShapeDtypeStruct((plan.tokens, sizes.features), bfloat16))  # type: ignore[arg-type]
-    head = ExponentialHead.of(options, tokens, Kernel(array), None)  # type: ignore[arg-type]
-    chunk = chunk_size(plan.tokens, 2 * columns, head.chunk_bytes) or plan.tokens
+    chunk, columns = loss_chunk(plan.tokens, sizes.features, vocabulary, has_copy=is_cast)
     weight_elements = columns * sizes.features
-    has_own_gradient = plan.mesh["fsdp"] > 1 or plan.gradient_dtype != np.dtype(jnp.float32).name
+    has_own_gradient = is_sharded or plan.gradient_dtype != np.dtype(jnp.float32).name
     return 2 * chunk * columns + 2 * weight_elements * is_cast + 4 * weight_elements * has_own_gradient
 
 

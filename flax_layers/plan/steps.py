@@ -1,4 +1,4 @@
-"""The steps of `coda.plan_costs`: the products and collectives of a layer and of the loss's head, on each device."""
+"""The steps of `plan_costs`: the products and collectives of a layer and of the loss's head, on each device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.attend import costs
-from coda_jax.attend.spec import MaskSpec
-from coda_jax.tiles.cost_model import GemmShape
-from coda_jax.tools.costs import bare_us
+from coda_jax.costs import GemmShape, bare_us, causal_attention_ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,13 +275,9 @@ class Planner:
         """Milliseconds of causal attention to a device's heads, by `coda.attention`'s kernels."""
         assert self.length is not None
         sizes, length = self.sizes, self.length
-        q = jax.ShapeDtypeStruct(
-            (self.tokens // length, length, sizes.heads // self.mesh["tensor"], sizes.head), jnp.bfloat16
-        )
-        seen = costs.pairs(MaskSpec(right=0), length, length)
+        shape = self.tokens // length, length, sizes.heads // self.mesh["tensor"], sizes.head
         passes = [False] if phase == "forward" else [True, *[False] * self.attends_again]
-        each = [(costs.flops((q, q, q), seen, is_backward=x) or 0, x) for x in passes]
-        return sum(costs.nanoseconds(flops, is_backward=x) for flops, x in each) / 1e6
+        return sum(causal_attention_ms(*shape, is_backward=x) for x in passes)
 
     def _ms(self, shape: GemmShape) -> float:
         if self.tflops is not None:

@@ -1,4 +1,4 @@
-"""`coda.plan_costs`: the products and collectives of a transformer's layer on each device, from its sizes alone.
+"""`plan_costs`: the products and collectives of a transformer's layer on each device, from its sizes alone.
 
 Nothing is traced. With model width D, width Q of query, key and value, width H of the heads and F hidden features, a
 layer has four products, (D, Q), (H, D), (D, 2 F) and (F, D), and two more for each in the backward pass. With T tokens
@@ -24,7 +24,7 @@ host it is `bus_gbytes`. For n devices, k < n of them in each host, it is min(bu
 sends over the network of k devices. In an all-to-all each device sends bytes (n - k) / n over its own network. Devices
 are in the order of the mesh, the last axis innermost, and each host has the next `gpus_per_host` of them.
 
-`plan_memory.py` has the memory of a device. A chip's memory is the number in its data sheet, as GiB: 80 for an H100,
+`memory.py` has the memory of a device. A chip's memory is the number in its data sheet, as GiB: 80 for an H100,
 141 for an H200; nvidia-smi shows 79.6 and 140.4.
 """
 
@@ -38,10 +38,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from coda_jax.tools.devices import DEFAULT_DEVICE, device_named, fits, fraction_note, gib_of_chip
-from coda_jax.tools.plan_memory import gib_of, kept_names, made_again
-from coda_jax.tools.plan_steps import Links, Planner, Sizes, Step
-from coda_jax.tools.text import columns
+from coda_jax.costs import DEFAULT_DEVICE, columns, device_named, fits, fraction_note, gib_of_chip
+from flax_layers.plan.memory import gib_of, kept_names, made_again
+from flax_layers.plan.steps import Links, Planner, Sizes, Step
 
 ROLES = ("data", "fsdp", "tensor", "expert")
 # Other names of the roles.
@@ -164,9 +163,9 @@ class PlanCosts:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from coda_jax.tools import plot_plan
+        from flax_layers.plan import plot
 
-        return plot_plan.plan(self, where)
+        return plot.plan(self, where)
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{size} {role}" for role, size in self.mesh.items() if size > 1) or "1 device"
@@ -291,7 +290,7 @@ def plan_costs(
       ValueError: a size that is missing or does not divide, an unknown role, device or policy, sequence parallelism
         without a tensor axis.
 
-    Example: `print(coda.plan_costs(LlamaConfig(...), tokens=16384, mesh={"fsdp": 8}))`
+    Example: `print(plan_costs(LlamaConfig(...), tokens=16384, mesh={"fsdp": 8}))`
     """
     sizes, axes_of_roles = Sizes.of(config), _axes_of_roles(mesh, axes or {})
     roles = dict.fromkeys(("data", "fsdp", "tensor"), 1)
