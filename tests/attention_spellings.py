@@ -71,6 +71,14 @@ def masked(mask, fill=-jnp.inf):
     return attended(lambda s, *xs: jnp.where(mask(*xs), s, fill))
 
 
+def masked_after(change, fill=-1e9):
+    return attended(lambda s, *xs: jnp.where(causal(), change(s, *xs), fill))
+
+
+def _distance():
+    return jnp.arange(T)[:, None] - jnp.arange(T)[None]
+
+
 def divided(e):
     return e / e.sum(-1, keepdims=True)
 
@@ -336,6 +344,44 @@ BIASES = {
 }
 
 
+def of_distances(s, slopes):
+    return s - slopes[:, None, None] * jnp.abs(index()[:, None] - index())
+
+
+POSITIONS = {
+    "ALiBi": Spelling(attended(lambda s: of_distances(s, jnp.exp2(-8 * jnp.arange(1, H + 1) / H))), (q, k, v), "none"),
+    "ALiBi, slopes of numpy, causal": Spelling(
+        masked_after(lambda s: of_distances(s, 2.0 ** -np.arange(1, H + 1, dtype=np.float32))), (q, k, v), "causal"
+    ),
+    "ALiBi, learned slopes": Spelling(attended(of_distances), (q, k, v, per_head), "none"),
+    "ALiBi of keys, causal": Spelling(
+        masked_after(lambda s, slopes: s + slopes[None, :, None, None] * index()), (q, k, v, per_head), "causal, a bias"
+    ),
+    "ALiBi in 16 bits": Spelling(
+        attended(
+            lambda s: (
+                s
+                + (jnp.asarray([0.5, 0.25, 0.125, 0.0625], jnp.bfloat16)[:, None, None] * -abs(_distance())).astype(
+                    jnp.bfloat16
+                )
+            )
+        ),
+        (q, k, v),
+        "none",
+    ),
+    "distances, a cap and documents": Spelling(
+        attended(lambda s, ids: jnp.where(of_ids(ids), 5 * jnp.tanh(s / 5) - 0.1 * abs(_distance()), -jnp.inf)),
+        (q, k, v, ids),
+        "ids",
+    ),
+    "a decay of each query": Spelling(
+        attended(lambda s, w: s - w[:, None, :, None] * jnp.log1p(abs(_distance()).astype(jnp.float32))),
+        (q, k, v, jnp.abs(normal(11, B, T))),
+        "none",
+    ),
+}
+
+
 def _repeated(q, k, v):
     k, v = (jnp.repeat(x, H // K, 2) for x in (k, v))
     return masked(causal, -1e30)(q, k, v)
@@ -432,7 +478,7 @@ CURVES = {
         attended(lambda s, b: 5 * jnp.tanh(s / 5) + b), (q, k, v, normal(8, H, T, T)), "a bias"
     ),
 }
-RECOGNISED = {**PRODUCTS, **SOFTMAXES, **MASKS, **BIASES, **CURVES, **HEADS}
+RECOGNISED = {**PRODUCTS, **SOFTMAXES, **MASKS, **BIASES, **POSITIONS, **CURVES, **HEADS}
 
 
 def _dropped(p, key, rate=0.25):
@@ -463,11 +509,6 @@ _key = jax.random.key(5)
 _qkv = (q, k, v)
 LEFT = {
     "a learned cap": Spelling(attended(lambda s, a: jnp.tanh(s * a[:, None, None])), (*_qkv, per_head), "tanh"),
-    "ALiBi": Spelling(
-        attended(lambda s: s - slopes[None, :, None, None] * jnp.abs(index()[:, None] - index())),
-        _qkv,
-        "a function of positions",
-    ),
     "dropout": Spelling(by(lambda s, key: _dropped(softmax(s), key)), (*_qkv, _key), "dropout"),
     "coda.dropout": Spelling(by(lambda s, key: coda.dropout(key, softmax(s), 0.25)), (*_qkv, _key), "dropout"),
     "a sink": Spelling(by(_with_sink), (*_qkv, per_head), "sink"),

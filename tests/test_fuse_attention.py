@@ -15,6 +15,7 @@ from tests.attention_spellings import (
     BIASES,
     LEFT,
     MASKS,
+    POSITIONS,
     RECOGNISED,
     B,
     D,
@@ -85,6 +86,17 @@ def test_a_spelling_becomes_attention(name):
     assert "exp" not in names or name in ("a learned scale of each head", "values that depend on other scores")
 
 
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_function_of_positions_is_no_array(name):
+    """It is a score function, but for one of keys alone."""
+    function, args, says = POSITIONS[name]
+    every = [e for e, _ in equations(jax.make_jaxpr(coda.fuse(function))(*args).jaxpr)]
+    (spec,) = [e.params["spec"] for e in every if e.primitive in FORMS]
+    assert (spec.score is None) == ("a bias" in says)
+    assert spec.score is None or "positions" in spec.score.name
+    assert not [x for e in every if e.primitive not in FORMS for x in e.outvars if x.aval.shape[-2:] == (T, T)]
+
+
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_values_and_gradients_are_those_of_plain_jax(name):
     function, args, _ = RECOGNISED[name]
@@ -96,7 +108,15 @@ def test_values_and_gradients_are_those_of_plain_jax(name):
 
 @pytest.mark.parametrize(
     "name",
-    [*BIASES, "a soft cap and causal", "ids and causal", "repeat", "float32 softmax, cast back", "padding of keys"],
+    [
+        *BIASES,
+        *POSITIONS,
+        "a soft cap and causal",
+        "ids and causal",
+        "repeat",
+        "float32 softmax, cast back",
+        "padding of keys",
+    ],
 )
 def test_values_in_16_bits_are_as_near_as_those_of_plain_jax(name):
     function, args, _ = RECOGNISED[name]
@@ -120,7 +140,7 @@ def test_what_is_no_attention_is_left_with_a_reason(name):
     assert not spelling.says or any(spelling.says in reason for reason in reasons(fused)), reasons(fused)
 
 
-@pytest.mark.parametrize("name", ["entropy", "ALiBi", "a sink", "one query", "p + p^T"])
+@pytest.mark.parametrize("name", ["entropy", "a sink", "one query", "p + p^T"])
 def test_what_is_left_has_the_values_of_plain_jax(name):
     function, args, _ = LEFT[name]
     (plain, *others), fused = doors(function, args)

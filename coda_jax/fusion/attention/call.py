@@ -10,13 +10,11 @@ A bias may be any array. Where it makes all scores of a row less than -2e4, that
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,16 +22,13 @@ from coda_jax.attend.attention import attention
 from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.fusion.attention.axes import Atom, Labels, Unlike, labels_of, size_of
 from coda_jax.fusion.attention.layout import Layout, layout_of
-from coda_jax.fusion.attention.masks import ADDED_MEAN, MEAN, NAN, Masks, masks_of
+from coda_jax.fusion.attention.masks import ADDED_MEAN, LOW, MEAN, NAN, Masks, masks_of
 from coda_jax.fusion.attention.meanings import Site
 from coda_jax.fusion.attention.terms import Terms, terms_of
-from coda_jax.fusion.attention.trees import SAME, Node, Trees, constant_of, merged, value_of
+from coda_jax.fusion.attention.trees import Node, Trees, merged, value_of
 from coda_jax.fusion.dots import Equation, is_precise
 from coda_jax.graph.values import is_float
-from coda_jax.jaxprs.bind import bind
 from coda_jax.primitives.mesh_types import explicit_cuts
-
-_LOW = -2e4  # a log-sum-exp whose last place is more than 1e-3, so that a gradient by it is none
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +61,7 @@ class Call:
         """The variables that it reads, each once."""
         nodes = [node for node, _ in (*self.terms.row_factors, *self.terms.result_factors, *self.masks.biases)]
         nodes += [node for node, _ in (*self.masks.rows, *self.masks.keys, *self.masks.dense)]
+        nodes += () if self.masks.function is None else self.masks.function.read
         nodes += [node for x in self.masks.bounds for option in x.options for _, node in option.terms.values()]
         nodes += self.masks.ids or ()
         arrays = (self.layout.q.var, self.layout.k.var, self.layout.v.var)
@@ -82,12 +78,12 @@ class Call:
             wide = q.astype(factor.dtype)
             q = (wide / factor if divides else wide * factor).astype(q.dtype)
         options = {"scale": terms.scale, "implementation": self.implementation, **self.masks.arguments(values)}
-        if terms.curve is not None:
-            options["score"] = functools.partial(_curved, *terms.curve)
+        if (function := self.masks.function) is not None:
+            options |= {"score": function, "operands": function.operands(values)}
         if self.masks.empty in (NAN, MEAN, ADDED_MEAN):
             y, lse = attention(q, k, v, return_residual=True, **options)
             if self.masks.has_low_biases:
-                y = jnp.where((lse < _LOW)[..., None], jax.lax.stop_gradient(y), y)
+                y = jnp.where((lse < LOW)[..., None], jax.lax.stop_gradient(y), y)
             y = _with_empty_rows(y, lse == -jnp.inf, (q * terms.scale, k, v), self.masks.empty)
         else:
             y = attention(q, k, v, **options)
@@ -104,26 +100,6 @@ class Call:
         groups = [layout.batch, layout.rows, (*layout.heads, *layout.groups)]
         x = merged(value_of(node, values, [atom for group in groups for atom in group]), groups)
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))[..., None]
-
-
-def _curved(node: Node, factor: float, s: jax.Array) -> jax.Array:
-    """The value of an expression of scores s and numbers, with a factor, in the dtype of s."""
-
-    def of(one: Node) -> Any:
-        if one.op == "score":
-            return s
-        if (number := constant_of(one)) is not None:
-            return np.asarray(number, s.dtype)
-        args = list(map(of, one.args))
-        if one.op in SAME or one.op == "convert_element_type":
-            return args[0]
-        (value,) = bind(
-            one.equation.primitive, [x if x is s else jnp.broadcast_to(x, s.shape) for x in args], one.equation.params
-        )
-        return value
-
-    value: jax.Array = of(node)
-    return value if factor == 1 else value * np.asarray(factor, s.dtype)
 
 
 def _with_empty_rows(y: jax.Array, is_empty: jax.Array, arrays: Sequence[jax.Array], kind: str) -> jax.Array:

@@ -17,6 +17,7 @@ import numpy as np
 from coda_jax.attend.masks import Intervals
 from coda_jax.fusion.attention.axes import Atom, Unlike, atoms_of, size_of, whole
 from coda_jax.fusion.attention.bounds import Bound, bounds_of, known_bounds, static_band
+from coda_jax.fusion.attention.functions import ScoreFunction, Term, is_taken, lowest
 from coda_jax.fusion.attention.layout import Layout
 from coda_jax.fusion.attention.linear import dtype_of, on_diagonal
 from coda_jax.fusion.attention.logic import conjuncts, two_valued
@@ -28,6 +29,7 @@ Condition = tuple[Node, bool]  # and the value that it has where a query sees a 
 # The result of a row that sees no key, in the original. ADDED_MEAN: a number that hides scores was added to them.
 NOTHING, NAN, MEAN, ADDED_MEAN, ZERO = "nothing", "nan", "mean", "added mean", "zero"
 _HIDING = -1e20  # scores are lost to what is added to them
+LOW = -2e4  # a log-sum-exp whose last place is more than 1e-3, so that a gradient by it is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Masks:
       ids: what must be equal, of rows and of keys.
       keys: conditions of keys, which are ids where no others are.
       dense: conditions of pairs.
-      biases: added terms, with their factors.
+      biases: added terms that are arrays, with their factors.
+      function: the curve of scores and added terms of positions; None where there is neither.
       empty: what a row that sees nothing is: "nan", the "mean" of all values, "zero"; "nothing" where there is none.
       has_low_biases: whether a bias may make all scores of a row so low that their log-sum-exp is not exact.
     """
@@ -52,7 +55,8 @@ class Masks:
     ids: tuple[Node, Node] | None
     keys: tuple[Condition, ...]
     dense: tuple[Condition, ...]
-    biases: tuple[tuple[Node, float], ...]
+    biases: tuple[Term, ...]
+    function: ScoreFunction | None
     empty: str
     has_low_biases: bool
 
@@ -176,25 +180,28 @@ def masks_of(terms: Terms, layout: Layout, trees: Trees) -> Masks:
     found = _sorted_masks([(x.condition, x.sees) for x in terms.masks], layout, trees)
     removed = {id(mask.bias) for mask in terms.masks if mask.kind == ADDED}
     biases = tuple(one for one in terms.biases if id(one[0]) not in removed)
-    empty = NOTHING if found.sees_all_rows else _empty(terms.masks, biases, terms.zeroes)
-    is_low = any(map(_may_hide, biases))
+    is_low = any(_may_hide(bias, trees) for bias in biases)
+    empty = NOTHING if found.sees_all_rows else _empty(terms.masks, biases, terms.zeroes, is_low=is_low)
     empty = NAN if is_low and empty == NOTHING else empty
-    _check_biases(biases, layout, trees)
+    arrays, of_positions = _sorted_biases(biases, layout, trees)
+    function = ScoreFunction(layout, terms.curve, of_positions) if terms.curve or of_positions else None
     own = (tuple(found.bounds), tuple(found.rows), found.ids, tuple(found.keys), tuple(found.dense))
-    return Masks(layout, *own, biases, empty, is_low)
+    return Masks(layout, *own, arrays, function, empty, is_low)
 
 
-def _may_hide(bias: tuple[Node, float]) -> bool:
-    """True for an added term that may be -inf."""
+def _may_hide(bias: Term, trees: Trees) -> bool:
+    """True for an added term that may be -inf, or make scores so low that their sum is not exact."""
     node, factor = bias
+    if lowest(bias, trees) > LOW:
+        return False
     found = two_valued(node)
     if found is not None:
         return not all(np.isfinite(x * factor) for x in (found.if_false, found.if_true))
     return any(jnp.issubdtype(leaf.var.aval.dtype, jnp.floating) for leaf in node.leaves)
 
 
-def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: str) -> str:
-    """The value in the original of a row that sees nothing.
+def _empty(masks: Sequence[Mask], biases: Sequence[Term], zeroes: str, *, is_low: bool) -> str:
+    """The value in the original of a row that sees nothing; `is_low`: whether a bias may hide keys.
 
     Raises:
       Unlike: that is not known.
@@ -210,26 +217,35 @@ def _empty(masks: Sequence[Mask], biases: Sequence[tuple[Node, float]], zeroes: 
         return ADDED_MEAN
     if any(mask.kind == ADDED for mask in masks):
         raise Unlike("a number is added to the scores of masked keys, which may be all keys of a row")
-    if (
-        len(fills) > 1
-        or any(mask.kind != WHERE or not mask.is_innermost for mask in masks)
-        or any(map(_may_hide, biases))
-    ):
+    if len(fills) > 1 or any(mask.kind != WHERE or not mask.is_innermost for mask in masks) or is_low:
         raise Unlike("several masks or a bias, which may hide all keys of a row")
     return MEAN
 
 
-def _check_biases(biases: Sequence[tuple[Node, float]], layout: Layout, trees: Trees) -> None:
-    """Refuses a bias that is a function of positions where its array is about as large as the scores."""
+def _sorted_biases(biases: Sequence[Term], layout: Layout, trees: Trees) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+    """The added terms that stay arrays, and those that are functions of positions.
+
+    Raises:
+      Unlike: a term is scores, or its array would be about as large as the scores.
+    """
     every = np.prod([size_of(group) for group in layout.pairs], dtype=float)
-    for node, _ in biases:
+    arrays, of_positions = list[Term](), list[Term]()
+    for bias in biases:
+        node, _ = bias
         atoms = node.atoms()
         dense = [leaf for leaf in node.leaves if _is_of_pairs(leaf.atoms(), layout)]
         if any(_is_of_scores(leaf, layout, trees.makers) for leaf in dense):
             raise Unlike("two products of scores are added")
         size = np.prod([size_of(group) for group in layout.pairs if atoms & set(group)], dtype=float)
-        if _is_of_pairs(atoms, layout) and not dense and 4 * size > every:
+        if dense or not _is_of_pairs(atoms, layout):
+            arrays.append(bias)
+        elif is_taken(ScoreFunction(layout, None, (bias,))):
+            of_positions.append(bias)
+        elif 4 * size > every:
             raise Unlike("a function of positions is added to its scores, which coda.attention takes as an array alone")
+        else:
+            arrays.append(bias)
+    return tuple(arrays), tuple(of_positions)
 
 
 def _is_of_scores(leaf: Node, layout: Layout, makers: Makers) -> bool:
