@@ -227,20 +227,34 @@ def mlp_matrices(sizes: Sizes) -> dict[str, tuple[int, int]]:
     return {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
 
 
-def llama(sizes: Sizes, dtype: Any, *, scanned: bool = False) -> Model:
-    """`benchmarks.plain_llama`'s blocks; beside them those of `flax_layers`."""
+def llama(sizes: Sizes, dtype: Any, *, scanned: bool = False, packed: bool = False) -> Model:
+    """`benchmarks.plain_llama`'s blocks; beside them those of `flax_layers`.
+
+    Args:
+      sizes, dtype: as everywhere.
+      scanned: whether layers are.
+      packed: whether rows hold documents: a new one begins where a token's first feature is beyond 3, after some 740.
+    """
     width, narrow = sizes.width, sizes.width // sizes.heads * sizes.kv_heads
     config = LlamaConfig(sizes.vocabulary, width, sizes.hidden, sizes.layers, sizes.heads, sizes.kv_heads)
     matrices = attention_matrices(sizes) | {"k": (width, narrow), "v": (width, narrow)}
     matrices |= {"gate": (width, sizes.hidden)} | mlp_matrices(sizes)
 
-    def block(w: Params, x: jax.Array) -> jax.Array:
+    def block(w: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         cos, sin = plain_llama.angles(jnp.arange(sizes.length), config)
-        x = plain_llama.attention(x, w, cos, sin, config)
+        x = plain_llama.attention(x, w, cos, sin, config, mask)
         return plain_llama.mlp(x, w, config.rms_norm_eps)
+
+    def packed_apply(layers: Params, x: jax.Array) -> jax.Array:
+        ids = jnp.cumsum(x[..., 0] > 3, axis=1)
+        for w in layers:
+            x = block(w, x, (ids[:, :, None] == ids[:, None])[:, None])
+        return x
 
     norms = {"attention_norm": 1.0, "mlp_norm": 1.0}
     model = stack_of(sizes, dtype, block, matrices, biased=False, norms=norms, scanned=scanned)
+    if packed:
+        return model._replace(apply=packed_apply)
     return model if scanned else model._replace(peer=fused_llama(config, dtype))
 
 
@@ -405,11 +419,16 @@ def vit_pooled(sizes: Sizes, dtype: Any) -> Model:
     return vit(sizes, dtype, pooled=True)
 
 
+def llama_packed(sizes: Sizes, dtype: Any) -> Model:
+    return llama(sizes, dtype, packed=True)
+
+
 MODELS: dict[str, Callable[[Sizes, Any], Model]] = {
     f.__name__: f
     for f in (
         llama,
         llama_scanned,
+        llama_packed,
         language_model,
         gpt2,
         gpt2_dropout,

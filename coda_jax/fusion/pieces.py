@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
+from coda_jax.fusion.attention import cudnn
 from coda_jax.fusion.attention.rule import Attentions, with_attention
 from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
@@ -141,7 +142,7 @@ class Pieces:
             for a function of a custom_vjp, and what it holds: nobody differentiates it; "outer" for no body.
         """
         whole = without_constants(closed)
-        if not has_products(whole.jaxpr):
+        if not has_products(whole.jaxpr) and not cudnn.has_calls(whole.jaxpr):
             return core.jaxpr_as_fun(whole)
         known: dict[Hashable, Function] = {}
 

@@ -196,6 +196,8 @@ def _with_gradients(f: Callable[..., Any], *, has_aux: bool) -> Callable[..., An
 def _products(piece: Piece) -> list[FusedProduct]:
     found = [FusedProduct(piece.name, _line(x), _types(x), (operator,), "") for x, operator in piece.taken]
     scores = {(_line(x), _types(x)): reason for x, reason in piece.attentions.left}
+    calls = [one for one in piece.attentions.left if one[0].primitive.name != "dot_general"]  # of cuDNN's attention
+    found += [FusedProduct(piece.name, _line(x), _types(x), (), reason) for x, reason in calls]
 
     def left(equation: core.JaxprEqn, reason: str) -> FusedProduct:
         line, types = _line(equation), _types(equation)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coda_jax.fusion.attention import cudnn
 from coda_jax.fusion.attention.axes import Unlike, moved
 from coda_jax.fusion.attention.call import Call, call_of
 from coda_jax.fusion.attention.gradient import Equations, Gradients, gradients_of
@@ -27,7 +28,7 @@ class Attentions:
 
     Attributes:
       taken: the products that it lacks, each with the operator that it is part of.
-      left: products of scores that stay, and why.
+      left: products of scores, and calls of cuDNN's attention, that stay, and why.
     """
 
     taken: Sequence[tuple[Equation, str]] = ()
@@ -57,11 +58,42 @@ def with_attention(
 ) -> tuple[core.ClosedJaxpr, Attentions]:
     """A straight jaxpr in which attention is a call of `coda.attention`, where nothing else reads its probabilities.
 
+    Calls of cuDNN's attention are such attention too.
+
     Args:
       closed: a straight jaxpr.
       constants: the values of those of its variables that are known.
       implementation: as in `gemm`.
     """
+    calls = cudnn.calls_in(closed.jaxpr)
+    left, reasons = set[int](), dict[int | None, str]()
+    while len(left) < len(calls):
+        written_out = cudnn.with_calls_written_out(closed, calls, left)
+        made, attentions = _with_attention(written_out, _known(written_out, closed, constants), implementation)
+        taken = {cudnn.number_of(product) for product, _ in attentions.taken}
+        if taken >= set(range(len(calls))) - left:
+            break
+        reasons |= {cudnn.number_of(equation): reason for equation, reason in attentions.left}
+        left = {number for number in range(len(calls)) if number not in taken}
+    else:
+        made, attentions = _with_attention(closed, constants, implementation)
+    stay = [
+        (calls[i].equation, f"it stays cuDNN's: {reasons.get(i, 'its attention is not known')}") for i in sorted(left)
+    ]
+    return made, dataclasses.replace(attentions, left=[*attentions.left, *stay])
+
+
+def _known(made: core.ClosedJaxpr, closed: core.ClosedJaxpr, constants: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The values of those of a jaxpr's variables that are known, where it was made of another with known values."""
+    known: dict[Any, Any] = dict(zip(made.jaxpr.constvars, made.consts, strict=True))
+    pairs = zip(made.jaxpr.invars, closed.jaxpr.invars, strict=True)
+    return known | {x: constants[y] for x, y in pairs if y in constants}
+
+
+def _with_attention(
+    closed: core.ClosedJaxpr, constants: Mapping[Any, Any], implementation: str
+) -> tuple[core.ClosedJaxpr, Attentions]:
+    """`with_attention`, of attention that is written out."""
     if not any(e.primitive.name == "exp" for e in closed.jaxpr.eqns):
         return closed, Attentions()
     makers = Makers(closed.jaxpr)

@@ -131,15 +131,22 @@ class _Walk:
             return
         if other.atoms().isdisjoint(self.keys):
             raise Unlike("something is added to all scores of a row")
-        bias, before, found = (other, sign * factor), len(self.gates), two_valued(other)
-        mask = None if found is None else _added_mask(found, sign * factor, is_innermost=not self.terms.biases)
+        before = len(self.gates)
+        added = [self._summand(one, its_sign * factor) for one, its_sign in _summands(other, sign)]
+        self.walk(inner, inner_sign * factor)
+        for bias, mask in added:
+            if len(self.gates) > before and mask is not None:
+                self._close_gate(bias, mask)
+
+    def _summand(self, node: Node, factor: float) -> tuple[tuple[Node, float], Mask | None]:
+        """Adds a bias, and the mask that it is, if it is one."""
+        bias, found = (node, factor), two_valued(node)
+        mask = None if found is None else _added_mask(found, factor, is_innermost=not self.terms.biases)
         self.terms.biases.append(bias)
         if mask is not None:
-            mask = dataclasses.replace(mask, bias=other)
+            mask = dataclasses.replace(mask, bias=node)
             self.terms.masks.append(mask)
-        self.walk(inner, inner_sign * factor)
-        if len(self.gates) > before and mask is not None:
-            self._close_gate(bias, mask)
+        return bias, mask
 
     def _close_gate(self, bias: tuple[Node, float], mask: Mask) -> None:
         """s m + c (1 - m) is a mask like one of `where`."""
@@ -172,6 +179,18 @@ class _Walk:
         else:
             self.terms.row_factors.append((other, divides))
         self.walk(inner, factor)
+
+
+def _summands(node: Node, sign: float) -> list[tuple[Node, float]]:
+    """The terms of a sum without scores, with their signs, where one of them has two values, as a mask; else itself."""
+    if node.op in SAME or node.op == "convert_element_type":
+        parts = _summands(node.args[0], sign)
+        return parts if len(parts) > 1 else [(node, sign)]
+    if node.op not in ("add", "sub", "add_any") or two_valued(node) is not None:
+        return [(node, sign)]
+    first, second = node.args
+    parts = [*_summands(first, sign), *_summands(second, -sign if node.op == "sub" else sign)]
+    return parts if any(two_valued(one) is not None for one, _ in parts) else [(node, sign)]
 
 
 def _is_of_numbers(node: Node) -> bool:
