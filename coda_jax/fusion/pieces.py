@@ -15,6 +15,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.attention import cudnn
+from coda_jax.fusion.attention.masks_inside import with_masks_inside
 from coda_jax.fusion.attention.rule import Attentions, with_attention
 from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
@@ -190,6 +191,7 @@ class Pieces:
         """The function of a straight jaxpr, the first of whose arguments are constants."""
         attentions = Attentions()
         if self.options.attention and not self.options.is_exact:
+            flat = with_masks_inside(flat)
             known = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
             known |= dict(zip(flat.jaxpr.invars, constants, strict=False))
             flat, attentions = with_attention(flat, known, implementation=self.options.implementation)

@@ -1,0 +1,161 @@
+"""Masks are made where attention reads them: in the bodies of loops and checkpoints, of the small arrays outside.
+
+A model often makes a mask once, in front of its layers. In a body it is an array of all pairs, of which nothing is
+known; made there of positions and ids it is recognised. XLA moves it out of a loop again where it stays an array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.makers import Makers
+from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, straight
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import callee, opened
+from coda_jax.jaxprs.evaluate import read, run, without_constants
+from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
+
+_SMALLER = 16  # times: the arrays outside of which a mask is made again
+_MOST_EQUATIONS = 64  # that make one
+_VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "convert_element_type"})
+_CHEAP = _VIEWS | {
+    *["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "iota"],
+    *["add", "sub", "mul", "neg", "abs", "max", "min"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """The equations that make an array of smaller ones, in order."""
+
+    equations: Sequence[Equation]
+
+    def value(self, x: Any, values: Mapping[Any, Any]) -> Any:
+        """The array, of the values of all variables."""
+        own = dict(values)
+        for equation in self.equations:
+            inputs = [read(own, y) for y in equation.invars]
+            own.update(zip(equation.outvars, applied(equation, inputs), strict=True))
+        return own[x]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The variables that it is made of."""
+        made = {x for equation in self.equations for x in equation.outvars}
+        read_ = (x for equation in self.equations for x in variables(equation.invars))
+        return [x for x in dict.fromkeys(read_) if x not in made]
+
+
+def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A straight jaxpr whose loops and checkpoints with a softmax make large arrays of smaller ones themselves."""
+    holding: list[Equation] = [e for e in closed.jaxpr.eqns if _may_hold_attention(e)]
+    if not holding:
+        return closed
+    makers = Makers(closed.jaxpr)
+    moved = {id(equation): found for equation in holding if (found := _moved(equation, makers))}
+    if not moved:
+        return closed
+
+    def function(*arrays: Any) -> list[Any]:
+        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
+        every: Sequence[Equation] = closed.jaxpr.eqns
+        for equation in every:
+            inputs = [read(values, x) for x in equation.invars]
+            if id(equation) in moved:
+                inside = _scan if equation.primitive.name == "scan" else _checkpoint
+                outputs = at_line(equation, inside, equation, inputs, moved[id(equation)], values)
+            else:
+                outputs = applied(equation, inputs)
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(values, x) for x in closed.jaxpr.outvars]
+
+    return straight(jax.make_jaxpr(function)(*closed.in_avals), closed.in_avals, opens_inner=False)
+
+
+def _may_hold_attention(equation: Equation) -> bool:
+    """True for a loop or a checkpoint with an exponential, or with a kernel of attention."""
+    if equation.primitive.name not in CHECKPOINTS | {"scan"}:
+        return False
+    names = (e.primitive.name for jaxpr in inner_jaxprs(equation) for e, _ in equations(jaxpr))
+    return any(name == "exp" or name.startswith("dot_product_attention") for name in names)
+
+
+def _moved(equation: Equation, makers: Makers) -> dict[int, _Made]:
+    """By number, the arguments that are made inside; of a loop those that it does not slice."""
+    count = num_constants(equation) if equation.primitive.name == "scan" else len(equation.invars)
+    every = ((i, _made(x, makers)) for i, x in enumerate(equation.invars[:count]) if not isinstance(x, core.Literal))
+    return {i: made for i, made in every if made is not None}
+
+
+def _made(x: Any, makers: Makers) -> _Made | None:
+    """How a variable is made of smaller ones, cheaply; None of another."""
+    if x.aval.ndim < 2 or not isinstance(x.aval.size, int) or makers.maker(x) is None:
+        return None
+    needed, open_, leaves = dict[int, Equation](), [x], set[Any]()
+    while open_:
+        y = open_.pop()
+        equation = makers.maker(y)
+        is_cheap = equation is not None and equation.primitive.name in _CHEAP
+        is_view = equation is not None and equation.primitive.name in _VIEWS  # two views of ids are the same ids
+        if not is_view and y.aval.size * (_SMALLER**2 if is_cheap else _SMALLER) <= x.aval.size:
+            leaves.add(y)
+        elif equation is None or not is_cheap or len(needed) >= _MOST_EQUATIONS:
+            return None
+        elif makers.number(equation) not in needed:
+            needed[makers.number(equation)] = equation
+            open_ += variables(equation.invars)
+    if sum(y.aval.size for y in leaves) * _SMALLER > x.aval.size:
+        return None
+    return _Made([needed[number] for number in sorted(needed)])
+
+
+def _scan(equation: Equation, inputs: Sequence[Any], moved: Mapping[int, _Made], values: Mapping[Any, Any]) -> Any:
+    params, consts, carried = equation.params, num_constants(equation), num_carried(equation)
+    body, body_consts = opened(params["jaxpr"])
+
+    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        arguments = [*inputs[:consts], *carry, *xs]
+        for i, made in moved.items():
+            arguments[i] = made.value(equation.invars[i], values)
+        own = dict(zip([*body.constvars, *body.invars], [*body_consts, *arguments], strict=True))
+        run(body.eqns, own, applied, ())
+        outputs = [read(own, x) for x in body.outvars]
+        return outputs[:carried], outputs[carried:]
+
+    end = consts + carried
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(step, list(inputs[consts:end]), list(inputs[end:]), **options)
+    return [*carry, *ys]
+
+
+def _checkpoint(
+    equation: Equation, inputs: Sequence[Any], moved: Mapping[int, _Made], values: Mapping[Any, Any]
+) -> Any:
+    inner = callee(equation)
+    body, body_consts = opened(inner)
+    leaves = list(dict.fromkeys(x for made in moved.values() for x in made.leaves))
+    stay = [i for i in range(len(inputs)) if i not in moved]
+
+    def function(*arrays: Any) -> list[Any]:
+        given = dict(zip(leaves, arrays[len(stay) :], strict=True))
+        arguments: list[Any] = [None] * len(inputs)
+        for i, x in zip(stay, arrays, strict=False):
+            arguments[i] = x
+        for i, made in moved.items():
+            arguments[i] = made.value(equation.invars[i], given)
+        own = dict(zip([*body.constvars, *body.invars], [*body_consts, *arguments], strict=True))
+        run(body.eqns, own, applied, ())
+        return [read(own, x) for x in body.outvars]
+
+    arrays = [*(inputs[i] for i in stay), *(values[x] for x in leaves)]
+    closed = jax.make_jaxpr(function)(*map(jax.typeof, arrays))
+    whole = without_constants(closed)
+    given = whole if isinstance(inner, core.ClosedJaxpr) else whole.jaxpr
+    return bind(equation.primitive, [*closed.consts, *arrays], {**equation.params, "jaxpr": given})

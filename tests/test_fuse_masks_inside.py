@@ -1,0 +1,110 @@
+"""Masks that a model makes once, in front of loops and checkpoints: attention inside of these knows what they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coda_jax as coda
+from coda_jax.attend.primitive import FORMS
+from coda_jax.jaxprs.walk import equations
+from coda_jax.tools.attention import in_words
+from tests.attention_spellings import normal
+from tests.test_fuse import largest_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
+B, T, N, D, LAYERS = 2, 64, 4, 8, 3
+W = N * D
+IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 5, (B, T)), axis=1))
+WEIGHTS = {name: normal(i, LAYERS, W, W) / W**0.5 for i, name in enumerate("qkvo")}
+X = normal(9, B, T, W)
+
+
+def of_documents(ids):
+    return (ids[:, :, None] == ids[:, None]) & jnp.tril(jnp.ones((T, T), bool))
+
+
+def layer(x, w, mask, is_added, cap):
+    q, k, v = ((x.reshape(B * T, W) @ w[name]).reshape(B, T, N, D) for name in "qkv")
+    s = jnp.einsum("bthd,bshd->bhts", q, k)
+    s = s if cap is None else jnp.tanh(s * cap[:, None, None])
+    s = s + mask if is_added else jnp.where(mask, s, -1e9)
+    y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, axis=-1), v)
+    return x + (y.reshape(B * T, W) @ w["o"]).reshape(x.shape)
+
+
+def model(how, is_added=False, mask_of=of_documents, cap=None):
+    """A loss of x, weights and ids."""
+
+    def loss(x, weights, ids):
+        mask = mask_of(ids)[:, None]
+        mask = jnp.where(mask, 0.0, -1e9) if is_added else mask
+
+        def run(x, w):
+            return layer(x, w, mask, is_added, cap)
+
+        one = jax.checkpoint(run) if "checkpoint" in how else run
+        if "loop" in how:
+            x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)
+        else:
+            for i in range(LAYERS):
+                x = one(x, {name: w[i] for name, w in weights.items()})
+        return jnp.sum(jnp.sin(x))
+
+    return loss
+
+
+def masks_in(function, *args):
+    every = equations(jax.make_jaxpr(function)(*args).jaxpr)
+    return {in_words(e.params["spec"].mask) for e, _ in every if e.primitive in FORMS}
+
+
+def doors(loss):
+    return {
+        "of the fused": jax.value_and_grad(coda.fuse(loss), (0, 1)),
+        "fused": coda.fuse(jax.value_and_grad(loss, (0, 1))),
+    }
+
+
+HOWS = "checkpoint", "loop", "loop of checkpoints"
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_mask_is_known_inside(how, is_added):
+    loss = model(how, is_added)
+    for name, door in doors(loss).items():
+        if (how, name) != ("loop", "fused"):  # whose attention stands in two loops
+            assert masks_in(door, X, WEIGHTS, IDS) == {"causal, ids"}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_values_and_gradients(how):
+    loss = model(how)
+    exact = jax.value_and_grad(loss, (0, 1))(X, WEIGHTS, IDS)
+    for door in doors(loss).values():
+        assert largest_error(jax.jit(door)(X, WEIGHTS, IDS), exact) < 1e-5
+
+
+def of_roots(ids):
+    """A mask that costs something."""
+    return jnp.cbrt(ids[:, :, None] * ids[:, None].astype(jnp.float32)) < 1.9
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_mask_that_costs_something_is_made_once(how):
+    fused = coda.fuse(model(how, mask_of=of_roots))
+    assert masks_in(fused, X, WEIGHTS, IDS) == {"a dense mask"}
+    counts = [
+        times for e, times in equations(jax.make_jaxpr(fused)(X, WEIGHTS, IDS).jaxpr) if e.primitive.name == "cbrt"
+    ]
+    assert counts == [1]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_no_more_is_kept_where_attention_stays(how):
+    """A learned cap is no attention: the mask is an array, and no loop stacks it."""
+    loss = model(how, cap=jnp.ones(N))
+    plain = coda.explain(jax.grad(loss, 1), X, WEIGHTS, IDS, platform="cuda").totals.kept_bytes
+    fused = coda.explain(jax.grad(coda.fuse(loss), 1), X, WEIGHTS, IDS, platform="cuda").totals.kept_bytes
+    assert masks_in(coda.fuse(loss), X, WEIGHTS, IDS) == set() and fused <= 1.01 * plain + 2**16
