@@ -478,16 +478,55 @@ CURVES = {
         attended(lambda s, b: 5 * jnp.tanh(s / 5) + b), (q, k, v, normal(8, H, T, T)), "a bias"
     ),
 }
-RECOGNISED = {**PRODUCTS, **SOFTMAXES, **MASKS, **BIASES, **POSITIONS, **CURVES, **HEADS}
+
+
+def _column(sink):
+    return jnp.broadcast_to(sink[None, :, None, None], (B, H, T, 1))
+
+
+def _with_sink(s, sink, scale=1.0):
+    z = jnp.concatenate([s, _column(sink).astype(s.dtype)], -1)
+    return softmax(z * scale if scale != 1 else z)[..., :-1]
+
+
+def _by_exponentials(s, sink):
+    """As MaxText has it."""
+    z = jnp.concatenate([s, _column(sink)], -1)
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    return e[..., :-1], e.sum(-1, keepdims=True)
+
+
+def _divided_behind(q, k, v, sink):
+    e, total = _by_exponentials(jnp.where(causal(), scores(q, k), -1e9), sink)
+    return out(e, v) / total.swapaxes(1, 2)
+
+
+SINKS = {
+    "a sink": Spelling(by(_with_sink), (q, k, v, per_head), "sinks"),
+    "a sink in front, causal": Spelling(
+        by(lambda s, sink: softmax(jnp.concatenate([_column(sink), jnp.where(causal(), s, -1e9)], -1))[..., 1:]),
+        (q, k, v, per_head),
+        "causal, sinks",
+    ),
+    "a sink and padding": Spelling(
+        by(lambda s, sink, m: _with_sink(jnp.where(m[:, None, None], s, -jnp.inf), sink)),
+        (q, k, v, per_head, is_token),
+        "ids, sinks",
+    ),
+    "exponentials with a sink, causal": Spelling(_divided_behind, (q, k, v, per_head), "causal, sinks"),
+    "log_softmax with a sink": Spelling(
+        by(lambda s, sink: jnp.exp(jax.nn.log_softmax(jnp.concatenate([s, _column(sink)], -1)))[..., :-1]),
+        (q, k, v, per_head),
+        "sinks",
+    ),
+}
+
+
+RECOGNISED = {**PRODUCTS, **SOFTMAXES, **MASKS, **BIASES, **POSITIONS, **CURVES, **SINKS, **HEADS}
 
 
 def _dropped(p, key, rate=0.25):
     return jnp.where(jax.random.bernoulli(key, 1 - rate, p.shape), p / (1 - rate), 0)
-
-
-def _with_sink(s, sink):
-    column = jnp.broadcast_to(sink[None, :, None, None], (B, H, T, 1)).astype(s.dtype)
-    return softmax(jnp.concatenate([s, column], -1))[..., :-1]
 
 
 def _mixed(s, w):
@@ -511,7 +550,15 @@ LEFT = {
     "a learned cap": Spelling(attended(lambda s, a: jnp.tanh(s * a[:, None, None])), (*_qkv, per_head), "tanh"),
     "dropout": Spelling(by(lambda s, key: _dropped(softmax(s), key)), (*_qkv, _key), "dropout"),
     "coda.dropout": Spelling(by(lambda s, key: coda.dropout(key, softmax(s), 0.25)), (*_qkv, _key), "dropout"),
-    "a sink": Spelling(by(_with_sink), (*_qkv, per_head), "sink"),
+    "a sink of each query": Spelling(
+        by(lambda s, sink: softmax(jnp.concatenate([s, sink], -1))[..., :-1]),
+        (*_qkv, normal(15, B, H, T, 1)),
+        "a sink of",
+    ),
+    "two sinks": Spelling(
+        by(lambda s, sink: softmax(jnp.concatenate([s, sink], -1))[..., :-2]), (*_qkv, normal(15, B, H, T, 2)), "joined"
+    ),
+    "a scale behind a sink": Spelling(by(lambda s, sink: _with_sink(s, sink, 2.0)), (*_qkv, per_head), "with a sink"),
     "e / (1 + sum)": Spelling(
         by(lambda s: (lambda e: e / (1 + e.sum(-1, keepdims=True)))(jnp.exp(s))), _qkv, "the sum"
     ),

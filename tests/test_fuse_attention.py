@@ -17,6 +17,7 @@ from tests.attention_spellings import (
     MASKS,
     POSITIONS,
     RECOGNISED,
+    SINKS,
     B,
     D,
     H,
@@ -111,6 +112,7 @@ def test_values_and_gradients_are_those_of_plain_jax(name):
     [
         *BIASES,
         *POSITIONS,
+        *SINKS,
         "a soft cap and causal",
         "ids and causal",
         "repeat",
@@ -140,7 +142,7 @@ def test_what_is_no_attention_is_left_with_a_reason(name):
     assert not spelling.says or any(spelling.says in reason for reason in reasons(fused)), reasons(fused)
 
 
-@pytest.mark.parametrize("name", ["entropy", "a sink", "one query", "p + p^T"])
+@pytest.mark.parametrize("name", ["entropy", "two sinks", "one query", "p + p^T"])
 def test_what_is_left_has_the_values_of_plain_jax(name):
     function, args, _ = LEFT[name]
     (plain, *others), fused = doors(function, args)

@@ -62,6 +62,7 @@ class Call:
         nodes = [node for node, _ in (*self.terms.row_factors, *self.terms.result_factors, *self.masks.biases)]
         nodes += [node for node, _ in (*self.masks.rows, *self.masks.keys, *self.masks.dense)]
         nodes += () if self.masks.function is None else self.masks.function.read
+        nodes += () if self.terms.sink is None else (self.terms.sink,)
         nodes += [node for x in self.masks.bounds for option in x.options for _, node in option.terms.values()]
         nodes += self.masks.ids or ()
         arrays = (self.layout.q.var, self.layout.k.var, self.layout.v.var)
@@ -78,6 +79,8 @@ class Call:
             wide = q.astype(factor.dtype)
             q = (wide / factor if divides else wide * factor).astype(q.dtype)
         options = {"scale": terms.scale, "implementation": self.implementation, **self.masks.arguments(values)}
+        if terms.sink is not None:
+            options["sinks"] = self._of_heads(terms.sink, values)
         if (function := self.masks.function) is not None:
             options |= {"score": function, "operands": function.operands(values)}
         if self.masks.empty in (NAN, MEAN, ADDED_MEAN):
@@ -93,6 +96,12 @@ class Call:
             y = (wide / factor if divides else wide * factor).astype(y.dtype)
         (out,) = self.site.equation.outvars
         return layout.result(y, self.site.labels, out.aval.shape).astype(out.aval.dtype)
+
+    def _of_heads(self, node: Node, values: Mapping[Any, Any]) -> jax.Array:
+        """A number of each head, (N,), in float32."""
+        heads = (*self.layout.heads, *self.layout.groups)
+        x = merged(value_of(node, values, heads), [heads])
+        return jnp.broadcast_to(x.astype(jnp.promote_types(x.dtype, jnp.float32)), (size_of(heads),))
 
     def _of_rows(self, node: Node, values: Mapping[Any, Any]) -> jax.Array:
         """A factor of rows and heads, (B, T, N, 1) or with axes of one element, in float32."""
@@ -145,6 +154,8 @@ def call_of(site: Site, trees: Trees, implementation: str | None) -> Call:
         raise Unlike("its arrays are sharded over explicit axes of a mesh")
     if not size_of(layout.width):
         raise Unlike("its heads have no columns")
+    if terms.sink is not None and not terms.sink.atoms() <= {*layout.heads, *layout.groups}:
+        raise Unlike("it has a sink of each row, or of each sequence")
     shardings = tuple(_sharding(equation, labels, layout) for equation, labels in site.constraints)
     return Call(site, layout, terms, masks_of(terms, layout, trees), shardings, implementation)
 

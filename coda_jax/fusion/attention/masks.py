@@ -180,8 +180,9 @@ def masks_of(terms: Terms, layout: Layout, trees: Trees) -> Masks:
     found = _sorted_masks([(x.condition, x.sees) for x in terms.masks], layout, trees)
     removed = {id(mask.bias) for mask in terms.masks if mask.kind == ADDED}
     biases = tuple(one for one in terms.biases if id(one[0]) not in removed)
-    is_low = any(_may_hide(bias, trees) for bias in biases)
-    empty = NOTHING if found.sees_all_rows else _empty(terms.masks, biases, terms.zeroes, is_low=is_low)
+    is_low = terms.sink is None and any(_may_hide(bias, trees) for bias in biases)
+    sees_all_rows = found.sees_all_rows or terms.sink is not None  # with a sink such a row is 0
+    empty = NOTHING if sees_all_rows else _empty(terms.masks, biases, terms.zeroes, is_low=is_low)
     empty = NAN if is_low and empty == NOTHING else empty
     arrays, of_positions = _sorted_biases(biases, layout, trees)
     function = ScoreFunction(layout, terms.curve, of_positions) if terms.curve or of_positions else None

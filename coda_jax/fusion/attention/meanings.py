@@ -2,7 +2,7 @@
 
 Each variable gets one of a few meanings, forward from the product:
 
-    score           a function of the product's result and of operands
+    score           a function of the product's result and of operands; joined with a column, which is a sink
     row             a number of each row, made of scores: what is subtracted from them, which a softmax does not see
     exp, sum        exp(score - rows), and its sum along keys
     inverse sum, log sum, logsumexp, log p, p
@@ -90,6 +90,7 @@ class Meaning:
       sum_factors: those in the sum.
       reduced: the atoms that the sum is over.
       product: with values.
+      sink: the column that the scores are joined with; of a sum and of probabilities the one in the sum.
     """
 
     kind: str
@@ -102,6 +103,7 @@ class Meaning:
     sum_factors: tuple[Factor, ...] = ()
     reduced: Label = ()
     product: ValuesProduct | None = None
+    sink: Node | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,6 +122,7 @@ class Site:
       labels: of this result.
       meant: all variables that have a meaning.
       constraints: the shardings that are asked of scores and probabilities, with labels.
+      sink: a score of each row that has no value.
     """
 
     product: Equation
@@ -136,6 +139,7 @@ class Site:
     labels: Labels
     meant: frozenset[Any]
     constraints: tuple[tuple[Equation, Labels], ...]
+    sink: Node | None = None
 
     @property
     def result(self) -> Any:
@@ -157,6 +161,7 @@ class Search:
         self._meanings: dict[Any, Meaning] = {}
         self._behind: set[Any] = set()  # all that depends on the product
         self._row_atoms: dict[int, list[Atom]] = {}
+        self._joined: dict[Atom, tuple[Label, int]] = {}  # of keys with a sink: the keys, and where they begin
         self._constraints = list[tuple[Equation, Labels]]()
         self.sites, self.reason, self.has_softmax = list[Site](), "", False
         self._a, self._b, labels = _product_labels(product)
@@ -227,11 +232,42 @@ class Search:
         if name == "dot_general":
             return self._multiplied(equation, one, ins)
         if name == "concatenate":
-            self.has_softmax = True
-            raise Unlike(f"{_plural(one.kind)} are joined with others, as with a sink")
+            return self._with_sink(equation, one)
+        if name == "slice":
+            return self._without_sink(equation, one)
         if name not in LOCAL:
             raise Unlike(f"another operation reads {_plural(one.kind)}")
         return self._elementwise(equation, ins)
+
+    def _with_sink(self, equation: Equation, one: Meaning) -> Meaning:
+        """Scores that are joined with a column along their keys."""
+        self.has_softmax = True
+        axis, labels = equation.params["dimension"], labels_of(one.labels)
+        others = [x for x in equation.invars if isinstance(x, core.Literal) or self._meanings.get(x) is not one]
+        is_column = len(others) == 1 and len(equation.invars) == 2 and others[0].aval.shape[axis] == 1
+        if one.kind != "score" or one.shifts or one.sink is not None or not is_column or not labels[axis]:
+            raise Unlike(f"{_plural(one.kind)} are joined with others")
+        sink = self._operand(others[0], beside(others[0], labels, equation.outvars[0].aval.shape))
+        (atom,) = joined = new_label(equation.outvars[0].aval.shape[axis], "joined")
+        self._joined[atom] = labels[axis], int(equation.invars[0] is others[0])
+        return dataclasses.replace(one, labels=(*labels[:axis], joined, *labels[axis + 1 :]), sink=sink)
+
+    def _without_sink(self, equation: Equation, one: Meaning) -> Meaning:
+        """Exponentials or probabilities without those of the sink."""
+        labels, params, shape = labels_of(one.labels), equation.params, equation.invars[0].aval.shape
+        found = list[Label]()
+        for axis, label in enumerate(labels):
+            part, whole_axis = (params["start_indices"][axis], params["limit_indices"][axis]), (0, shape[axis])
+            keys, start = self._joined.get(label[0], ((), 0)) if len(label) == 1 else ((), 0)
+            if keys and one.kind in ("exp", "p") and part == (start, start + shape[axis] - 1):
+                found.append(keys)
+            elif part == whole_axis:
+                found.append(label)
+            else:
+                raise Unlike(f"a part of {_plural(one.kind)}")
+        if params["strides"] is not None and set(params["strides"]) != {1}:
+            raise Unlike(f"every other one of {_plural(one.kind)}")
+        return dataclasses.replace(one, labels=tuple(found), sink=one.sink if one.kind == "p" else None)
 
     def _reduced(self, equation: Equation, one: Meaning) -> Meaning:
         axes, shape = equation.params["axes"], equation.invars[0].aval.shape
@@ -245,7 +281,8 @@ class Search:
         if equation.primitive.name == "reduce_sum" and one.kind == "exp":
             if any(atom in gone for row in one.shifts for atom in whole(self._row_atoms[row])):
                 raise Unlike("what is subtracted from scores varies along the sum")
-            return Meaning("sum", labels, one.x, one.shifts, sum_factors=one.factors, reduced=gone)
+            gone = tuple(key for atom in gone for key in self._joined.get(atom, ((atom,), 0))[0])
+            return Meaning("sum", labels, one.x, one.shifts, sum_factors=one.factors, reduced=gone, sink=one.sink)
         raise Unlike(f"{equation.primitive.name.removeprefix('reduce_')} of {_plural(one.kind)}")
 
     def _new_row(self, labels: Labels) -> Meaning:
@@ -319,7 +356,7 @@ class Search:
             return dataclasses.replace(first, labels=labels, shifts=(*first.shifts, second.number))
         is_whole = kinds == ("score", "logsumexp") and first.x is second.x and not first.shifts
         if name == "sub" and (is_whole or (kinds == ("score", "log sum") and is_same)):
-            return Meaning("log p", labels, first.x, sum_factors=second.sum_factors, reduced=second.reduced)
+            return dataclasses.replace(second, kind="log p", labels=labels, x=first.x, shifts=())
         if name == "add" and set(kinds) == {"log sum", "row"}:
             total, row = (first, second) if first.kind == "log sum" else (second, first)
             if total.shifts == (row.number,):
@@ -336,13 +373,21 @@ class Search:
             return self._site(equation, labels, numerator, total)
         count = len(numerator.factors)
         return dataclasses.replace(
-            numerator, kind="p", labels=labels, divided=count, sum_factors=total.sum_factors, reduced=total.reduced
+            numerator,
+            kind="p",
+            labels=labels,
+            divided=count,
+            sum_factors=total.sum_factors,
+            reduced=total.reduced,
+            sink=total.sink,
         )
 
     def _of_scores(
         self, equation: Equation, meanings: Sequence[Meaning | None], labels: Labels, operand: Any
     ) -> Meaning:
         found, name = [one for one in meanings if one is not None], equation.primitive.name
+        if any(one.sink is not None for one in found):
+            raise Unlike("an operation on scores that are joined with a sink")
         if any(one.shifts for one in found):
             if len(found) > 1:
                 raise Unlike("two arrays of scores from which something was subtracted")
@@ -459,6 +504,7 @@ class Search:
             labels_of(labels),
             meant,
             tuple(self._constraints),
+            total.sink,
         )
 
 

@@ -49,6 +49,7 @@ class Terms:
       masks: all masks; those whose fill is added stand in `biases` too.
       result_factors: expressions without keys that the probabilities are multiplied with, (node, whether it divides).
       zeroes: which masks the probabilities are set to 0 by, too: "all", "some" or "none".
+      sink: a score of each head that has no value; None where there is none.
     """
 
     scale: float = 1.0
@@ -58,6 +59,7 @@ class Terms:
     masks: list[Mask] = dataclasses.field(default_factory=list)
     result_factors: list[tuple[Node, bool]] = dataclasses.field(default_factory=list)
     zeroes: str = "none"
+    sink: Node | None = None
 
 
 def terms_of(site: Site, trees: Trees) -> Terms:
@@ -71,6 +73,7 @@ def terms_of(site: Site, trees: Trees) -> Terms:
     if found.gates:
         raise Unlike("the scores are multiplied by an array of rows and keys")
     _add_factors(found.terms, site, trees)
+    found.terms.sink = None if site.sink is None else trees.expanded(site.sink)
     return found.terms
 
 
