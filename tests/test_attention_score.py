@@ -11,6 +11,7 @@ from attention_scores import SCORES, B, H, K, N, S, T, arrays, dense, exactly, i
 import coda_jax as coda
 from coda_jax.attend import blocks
 from coda_jax.attend.score import trace
+from coda_jax.jaxprs.walk import equations_of
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 AGE = np.arange(T)[:, None] - np.arange(S)
@@ -318,6 +319,15 @@ def test_memory_is_linear_in_the_sequence(monkeypatch):
     text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, *operands).as_text()
     assert f"x4x{S}xf32" in text and f"x{T}x{S}xf32" not in text and f"x40x{S}xf32" not in text
     jax.clear_caches()
+
+
+def test_a_derivative_of_one_is_known():
+    """So a sum has no derivative that a kernel multiplies by, and a band that a score hides is the mask's alone."""
+    of = {name: trace(score, [jnp.asarray(x) for x in x], (B, N, T, S))[0] for name, (score, x) in SCORES.items()}
+    assert {name for name, one in of.items() if not one.has_unit_slope} == {"soft cap", "gate"}
+    every, _ = equations_of(lambda *x: coda.attention(*x, score=SCORES["causal"][0]), *arrays()[:3])
+    (spec,) = (x.params["spec"] for x, _ in every if x.primitive.name == "coda_attention")
+    assert spec.score is None and spec.mask.right == 0
 
 
 def test_equal_functions_are_one():

@@ -85,7 +85,7 @@ class Score:
     def has_unit_slope(self) -> bool:
         """Whether the derivative by s is 1."""
         node = self.nodes[self.slope]
-        return node.op == "literal" and node["value"] == 1
+        return node.op == "literal" and float(node["value"]) == 1
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Score) and self.text == other.text
