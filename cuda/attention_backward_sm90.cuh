@@ -36,6 +36,7 @@ struct BackwardParams {
   void *dk, *dv;  // (batch, keys, key heads, width); with splits float32, (splits, batch, keys, key heads, width)
   int* turns;     // (batch, heads, tiles of queries), zeros
   [[no_unique_address]] ScorePointers<ScoreOf<Config>::Type::arrays> score;
+  [[no_unique_address]] GradientPointers<ScoreOf<Config>::Type::gradients> gradient;
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
@@ -52,7 +53,10 @@ struct Backward {
   static constexpr bool is_wide = dim == 256, has_arrays = Config::has_arrays, deterministic = Config::deterministic;
   using Score = typename ScoreOf<Config>::Type;
   using Params = BackwardParams<Config>;
-  static constexpr bool has_score = ScoreOf<Config>::is_there;
+  static constexpr bool has_score = ScoreOf<Config>::is_there, has_gradients = Score::gradients > 0;
+  // Consumers of wide heads have the same keys: one of them sums for both.
+  using Sums = ScoreSums<Score, queries, is_wide ? 4 : 8>;
+  static constexpr int of_product = gradients_of_product<Score>();
   static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
   static_assert(is_wide ? keys == 64 && queries == 64 : keys == 128 && queries * dim == 8192,
                 "a consumer has 64 x 64 of dq, or of wide heads 64 x 128");
@@ -67,6 +71,7 @@ struct Backward {
   static constexpr int own_value_chunks = is_wide ? value_chunks / 2 : value_chunks;
   static constexpr int registers = queries / 2, words = queries / 4;
   static constexpr int dq_part = 64 * (is_wide ? 128 : 64);  // of a consumer
+  using PSlope = uint32[of_product > 0 ? of_product : 1][words];
 
   static constexpr int k_bytes = keys * chunks * 128, v_bytes = keys * value_chunks * 128;
   static constexpr int q_bytes = queries * chunks * 128, dy_bytes = queries * value_chunks * 128;
@@ -432,6 +437,7 @@ struct Backward {
       const uint32 lse = vector(at.slot, 0) + lane % 4 * 8, delta = lse + vector_bytes;
       float s[registers], dp[registers];
       uint32 w[words], dw[words], kept[words];
+      PSlope p_slope;
       ScoreWords<Score> of_keys[2];
       ring.wait_full(at);
       const Step now = {ptx::load_word(step(at.slot))};
@@ -451,7 +457,7 @@ struct Backward {
       if constexpr (Config::has_bias && !has_score) add_bias(s, head, row, my_key);
       if (hides) hide(s, head, row, my_key, ids, at.slot);
       if constexpr (has_score) {
-        probabilities_of_scores(s, w, dw, head, row, my_key, of_keys, lse);
+        probabilities_of_scores(s, w, dw, p_slope, head, row, my_key, of_keys, lse);
       } else {
 #pragma unroll
         for (int j = 0; j < queries / 8; ++j) {
@@ -481,6 +487,7 @@ struct Backward {
       }
       wgmma::wait<1>();  // dp^T; dv's product runs on
       wgmma::keep_behind_wait(dp);
+      Sums sums;
 #pragma unroll
       for (int j = 0; j < queries / 8; ++j) {
         float d[2];
@@ -496,6 +503,7 @@ struct Backward {
             dw[i / 2] = packed_ds(ds_of(p0, w[i / 2], 0, dp[i], d[0]), ds_of(p1, w[i / 2], 1, dp[i + 1], d[1]));
           else
             dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
+          if constexpr (has_gradients) add_terms(sums, j, r, s, w, p_slope, dp, d, head, row, my_key, of_keys[r]);
         }
       }
       if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);  // dq of the tile before has read it
@@ -513,12 +521,17 @@ struct Backward {
       float dq[32];
       over_keys(dq, dq_a + buffer, dq_b);
       over_queries(dk, dw, q + my_columns);
+      if constexpr (has_gradients) {
+        sums.reduce();
+        add_sums<false>(sums, head, row, my_key, consumer);
+      }
       wgmma::wait<1>();  // dq, and dv before it
       wgmma::keep_behind_wait(dq);
       wgmma::keep_behind_wait(dv);
       const bool stores = begins_turn(turn);
       float* const to = dq_of(head, query_tile, consumer);
       add(dq, to, stores);
+      if constexpr (has_gradients) add_sums<true>(sums, head, row, my_key, consumer);
       if constexpr (is_wide) {  // the consumer's other columns
         wgmma::fence();
         over_keys(dq, dq_a, dq_b + keys * 128);
@@ -560,10 +573,12 @@ struct Backward {
   }
 
   /// Products become probabilities of their scores, also packed in w. Where the score's derivative is not 1, s, or dw
-  /// packed, has their products with it.
+  /// packed, has their products with it; p_slope has those with its derivatives by arrays that depend on the product,
+  /// of a range that float16 has not.
   __device__ __forceinline__ void probabilities_of_scores(float (&s)[registers], uint32 (&w)[words],
-                                                          uint32 (&dw)[words], int head, int row, int my_key,
-                                                          const ScoreWords<Score> (&of_keys)[2], uint32 lse) const {
+                                                          uint32 (&dw)[words], PSlope& p_slope, int head, int row,
+                                                          int my_key, const ScoreWords<Score> (&of_keys)[2],
+                                                          uint32 lse) const {
 #pragma unroll
     for (int j = 0; j < queries / 8; ++j) {
       float l[2];
@@ -571,7 +586,7 @@ struct Backward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = 4 * j + 2 * r;
-        float probability[2];
+        float probability[2], products[of_product > 0 ? of_product : 1][2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int query = row + 8 * j + 2 * static_cast<int>(threadIdx.x % 4) + c, of_key = my_key + 8 * r;
@@ -585,13 +600,57 @@ struct Backward {
             score = Score::value(s[i + c] * p.scale, query, of_key, words.word, slope);
           if constexpr (Config::has_bias) score += bias_of(head, query, of_key);
           probability[c] = is_hidden ? 0.0f : ptx::exp2_unit(fmaf(score, log2_e, -l[c]));
+          if constexpr (of_product > 0) {
+            float slopes[Score::gradients];
+            Score::slopes(s[i + c] * p.scale, query, of_key, words.word, slopes);
+            over_products([&](auto g, int at) {
+              products[at][c] = probability[c] == 0 ? probability[c] : probability[c] * slopes[g.value];
+            });
+          }
           // A slope may be infinite where a key is hidden.
           s[i + c] = Score::unit_slope || probability[c] == 0 ? probability[c] : probability[c] * slope;
         }
         w[i / 2] = packed<input>(probability[0], probability[1]);
         if constexpr (!Score::unit_slope && queries == 128) dw[i / 2] = packed<input>(s[i], s[i + 1]);
+        if constexpr (of_product > 0)
+          over_products(
+              [&](auto, int at) { p_slope[at][i / 2] = packed<DType::bf16>(products[at][0], products[at][1]); });
       }
     }
+  }
+  /// Gradients whose derivatives depend on the product, and their numbers among these.
+  template <class F>
+  __device__ __forceinline__ static void over_products(const F& f) {
+    static_for<Score::gradients>([&](auto g) {
+      if constexpr (Score::gradient[g.value].of_product) f(g, gradients_of_product<Score>(g.value));
+    });
+  }
+
+  /// Adds the terms of two queries and a key to the sums of which the gradients of the score's arrays are made.
+  __device__ __forceinline__ void add_terms(Sums& sums, int j, int r, const float (&s)[registers],
+                                            const uint32 (&w)[words], const PSlope& p_slope,
+                                            const float (&dp)[registers], const float (&delta)[2], int head, int row,
+                                            int my_key, const ScoreWords<Score>& of_key) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int i = 4 * j + 2 * r + c, query = row + 8 * j + 2 * static_cast<int>(threadIdx.x % 4) + c;
+      float probability = Score::unit_slope && queries != 128 ? s[i] : widened_half<input>(w[i / 2], c);
+      if constexpr (Config::has_dropout) probability = fabsf(probability);
+      const float of_p = Config::has_dropout ? ds_of(1, w[i / 2], c, dp[i], delta[c]) : dp[i] - delta[c];
+      ScoreWords<Score> words = of_key;
+      words.template load<&ScoreArray::queries, true>(p, batch, head, query, my_key + 8 * r);
+      float slopes[Score::gradients];
+      Score::slopes(0, query, my_key + 8 * r, words.word, slopes);
+      sums.add(j, r, c, probability * of_p, of_p, slopes, [&](auto g) {
+        return widened_half<DType::bf16>(p_slope[gradients_of_product<Score>(g.value)][i / 2], c);
+      });
+    }
+  }
+  template <bool has_queries>
+  __device__ __forceinline__ void add_sums(const Sums& sums, int head, int row, int my_key, int consumer) const {
+    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+    sums.template add_to_memory<has_queries>(p, static_cast<long long>(batch) * p.heads + head, key / keys, key_tiles(),
+                                             row, my_key, warp);
   }
 
   /// float16 has no room for all cotangents: beyond it they are its largest.

@@ -3,10 +3,13 @@
 //
 // A generated Score has: array[], its arrays, and their number `arrays`; `unit_slope`, whether its derivative by the
 // product is 1; `keeps_hidden`, whether the score of a product that is far below all others is so, too; value(product,
-// row, column, operand), where operand[i] is the entry of array i; and with a further argument also the derivative.
+// row, column, operand), where operand[i] is the entry of array i; and with a further argument also the derivative. In
+// a backward kernel that makes gradients of arrays: gradient[], these, and their number `gradients`; slopes(product,
+// row, column, operand, slope), the derivatives by them.
 #pragma once
 
 #include "attention_masks.cuh"
+#include "reductions_sm90.cuh"
 #include "static_for.cuh"
 
 namespace coda::attention {
@@ -21,6 +24,21 @@ struct ScoreArray {
   bool batch = false, heads = false, queries = false, keys = false;
 };
 
+/// An array of a score of which the backward kernel makes the gradient; it has no axis of both queries and keys.
+struct ScoreGradient {
+  int array;
+  bool of_product = false;  // the derivative by it depends on the product
+};
+
+/// The place of gradient i among those whose derivatives depend on the product, or their number.
+template <class Score>
+constexpr int gradients_of_product(int i = Score::gradients) {
+  int count = 0;
+  if constexpr (Score::gradients > 0)
+    for (int before = 0; before < i; ++before) count += Score::gradient[before].of_product;
+  return count;
+}
+
 /// The addresses of a score's arrays.
 template <int count>
 struct ScorePointers {
@@ -29,9 +47,17 @@ struct ScorePointers {
 template <>
 struct ScorePointers<0> {};
 
+/// The addresses of the sums of which the gradients are made, zeros before.
+template <int count>
+struct GradientPointers {
+  float* sums[count];
+};
+template <>
+struct GradientPointers<0> {};
+
 /// In the place of a score that is the product itself.
 struct NoScore {
-  static constexpr int arrays = 0;
+  static constexpr int arrays = 0, gradients = 0;
   static constexpr bool unit_slope = true;
 };
 template <class Config>
@@ -65,6 +91,97 @@ struct ScoreWords {
           word[i.value] = load_word<of.dtype>(p.score.array[i.value], at);
         }
       });
+  }
+};
+
+/// What a thread's pairs of a tile add to the gradients of a score's arrays, in the accumulator's order: query 8 j + c,
+/// and key 8 r, of the lane's first ones.
+///
+/// A sum is kept for each entry that a thread has to itself: of an array without queries and keys for each warp and
+/// tile of keys; with keys for each key; with queries for each query and warp. So no two threads add to one sum but for
+/// those with queries, which are added in the turns of dq: in the order of one thread, or of the turns, and so always
+/// in one.
+template <class Score, int queries, int warps>
+struct ScoreSums {};
+template <class Score, int queries, int warps>
+  requires(Score::gradients > 0)
+struct ScoreSums<Score, queries, warps> {
+  static constexpr int count = Score::gradients;
+  static constexpr ScoreArray of(int i) { return Score::array[Score::gradient[i].array]; }
+  static constexpr int size(int i) { return of(i).queries ? queries / 4 : of(i).keys ? 2 : 1; }
+  static constexpr int first(int i) { return i == 0 ? 0 : first(i - 1) + size(i - 1); }
+
+  float sum[first(count)] = {};
+
+  /// Adds a pair's terms.
+  /// Args:
+  ///   ds: the cotangent of its score; 0 where its key is hidden, whatever a slope is there.
+  ///   dp: that of its probability.
+  ///   slope: the derivatives that do not depend on the product.
+  ///   p_slope(i): the probability times derivative i, where that does.
+  template <class Products>
+  __device__ __forceinline__ void add(int j, int r, int c, float ds, float dp, const float (&slope)[count],
+                                      const Products& p_slope) {
+    static_for<count>([&](auto i) {
+      float& to = sum[first(i.value) + (of(i.value).queries ? 2 * j + c : of(i.value).keys ? r : 0)];
+      if constexpr (Score::gradient[i.value].of_product)
+        to = fmaf(p_slope(i), dp, to);
+      else if (ds != 0)
+        to = fmaf(ds, slope[i.value], to);
+    });
+  }
+
+  /// Sums over the lanes that have the same entries, while products run.
+  __device__ __forceinline__ void reduce() {
+    static_for<count>([&](auto i) {
+      float* const own = sum + first(i.value);
+      if constexpr (of(i.value).queries) {
+        float each[queries / 4];
+#pragma unroll
+        for (int v = 0; v < queries / 4; ++v) each[v] = own[v];
+        combine_halving<Op::sum, queries / 4, 4>(threadIdx.x % 32, each);
+#pragma unroll
+        for (int v = 0; v < queries / 32; ++v) own[v] = each[v];
+      } else if constexpr (of(i.value).keys) {
+        own[0] = combine_lanes<Op::sum, 1 | 2>(own[0]), own[1] = combine_lanes<Op::sum, 1 | 2>(own[1]);
+      } else {
+        own[0] = combine_lanes<Op::sum, 31>(own[0]);
+      }
+    });
+  }
+
+  /// Adds the sums of arrays that have an axis of queries, or have it not, to those in memory.
+  /// Args:
+  ///   row, key: the first query of the tile, and the lane's first key.
+  ///   warp: of those that have keys of their own; beyond `warps` nothing is added.
+  template <bool has_queries, class Params>
+  __device__ __forceinline__ void add_to_memory(const Params& p, long long head, int key_tile, int key_tiles, int row,
+                                                int key, int warp) const {
+    const int lane = threadIdx.x % 32;
+    const bool adds = warp < warps;
+    static_for<count>([&](auto i) {
+      constexpr ScoreArray array = of(i.value);
+      if constexpr (array.queries == has_queries) {
+        float* const to = p.gradient.sums[i.value];
+        const float* const own = sum + first(i.value);
+        if constexpr (array.queries) {
+          constexpr int each = queries / 32;  // of a lane
+          const int at = (lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16) * each;
+#pragma unroll
+          for (int v = 0; v < each; ++v) {
+            const int query = row + (at + v) / 2 * 8 + 2 * (lane % 4) + v % 2;
+            ptx::add_in_memory_if(adds && query < p.queries, to + (head * warps + warp) * p.queries + query, own[v]);
+          }
+        } else if constexpr (array.keys) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            ptx::add_in_memory_if(adds && lane % 4 == 0 && key + 8 * r < p.keys, to + head * p.keys + key + 8 * r,
+                                  own[r]);
+        } else {
+          ptx::add_in_memory_if(adds && lane == 0, to + (head * key_tiles + key_tile) * warps + warp, own[0]);
+        }
+      }
+    });
   }
 };
 

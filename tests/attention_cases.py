@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.attend import dropout
-from coda_jax.attend.kernel import BackwardTiles, ForwardTiles
+from coda_jax.attend.kernel import BackwardTiles, ForwardTiles, gradient_of_sums
 from coda_jax.attend.results import Results
 from coda_jax.attend.score import HIDDEN, trace
 from coda_jax.attend.score.text import emit
@@ -163,6 +163,7 @@ ARRAYS = (
     *("dense", "bias", "sinks", "row_bits", "padded_row_bits", "column_bits"),
     *("lse_2", "delta", "sums", "turns", "dk", "dv", "dq"),
     *(f"score_array_{i}" for i in range(4)),
+    *(f"gradient_sums_{i}" for i in range(4)),
 )
 
 
@@ -317,6 +318,7 @@ class Case:
     score: Callable | None = None
     operands: tuple = ()
     score_arrays: tuple = ()  # as the kernels take them
+    gradients: tuple = ()  # the numbers of those of which the backward kernel makes the gradients
 
     @property
     def dropped(self):
@@ -359,6 +361,25 @@ class Case:
             (slope,) = pullback(jnp.ones_like(value))
             return np.asarray(value), np.asarray(slope)
 
+    def of_score_arrays(self, s, ds):
+        """The gradients of the score's arrays from the cotangents of scores, by their names."""
+        with jax.enable_x64(True):
+            operands = [jnp.asarray(x, s.dtype if x.dtype.kind == "f" else None) for x in self.operands]
+            places = [i for i, x in enumerate(operands) if x.dtype == s.dtype]
+
+            def score(*differentiated):
+                given = dict(enumerate(operands)) | dict(zip(places, differentiated, strict=True))
+                return self.score(jnp.asarray(s), *(given[i] for i in range(len(operands))))
+
+            _, pullback = jax.vjp(score, *(operands[i] for i in places))
+            found = dict(zip(places, map(np.asarray, pullback(jnp.asarray(ds))), strict=True))
+        arrays = {number: self.score_arrays[number] for number in self.gradients}
+        operand_of = {
+            number: next(i for i in found if np.array_equal(self.operands[i].ravel(), x.ravel()))
+            for number, x in arrays.items()
+        }
+        return {f"gradient_{number}": found[operand_of[number]].reshape(x.shape) for number, x in arrays.items()}
+
 
 def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, splits=1, seed=0):
     random = np.random.default_rng(seed)
@@ -382,14 +403,21 @@ def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, split
     )
 
 
-def scored(kernel, mask, score, operands=(), **sizes):
-    """A case with a score function, a JAX function score(s, *operands)."""
+def scored(kernel, mask, score, operands=(), *, differentiated=False, **sizes):
+    """A case with a score function, a JAX function score(s, *operands), whose arrays may be differentiated."""
     one = case(kernel, mask, **sizes)
     shape = (len(one.q), one.q.shape[2], one.q.shape[1], one.k.shape[1])
     traced, arrays = trace(score, [jnp.asarray(x) for x in operands], shape)
-    kernel = dataclasses.replace(kernel, score=emit(traced, arrays))
-    arrays = tuple(np.asarray(x) for x in arrays)
-    return dataclasses.replace(one, kernel=kernel, score=score, operands=tuple(operands), score_arrays=arrays)
+    gradients = traced.sums_of_kernel([x.shape for x in arrays]) if differentiated else ()
+    kernel = dataclasses.replace(kernel, score=emit(traced, arrays, gradients))
+    return dataclasses.replace(
+        one,
+        kernel=kernel,
+        score=score,
+        operands=tuple(operands),
+        score_arrays=tuple(map(np.asarray, arrays)),
+        gradients=gradients,
+    )
 
 
 # ---- what kernels give, and what they should
@@ -454,6 +482,9 @@ def run(case, folder, schedule=None, fault=None):
         values |= {"row_bits": case.row_bits, "padded_row_bits": np.pad(case.row_bits, padding)}
         values["column_bits"] = np.array(random_bits.column_bits(jnp.arange(up_to(keys, 128), dtype=jnp.int32)))
     values["claimed"] = np.zeros(1, np.int32)
+    of_arrays = {f"gradient_sums_{i}": case.score_arrays[number] for i, number in enumerate(case.gradients)}
+    for name, x in of_arrays.items():
+        values[name] = np.zeros(kernel.backward.sums_shape(x.shape, (batch, heads, queries, keys)), np.float32)
     made = {
         "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
         "lse": np.empty((batch, heads, queries), np.float32),
@@ -486,7 +517,7 @@ def run(case, folder, schedule=None, fault=None):
         assert not wrong, f"{name}: {wrong}"
     for name, (memory, x) in arrays.items():
         assert is_intact(memory, x), f"something wrote beside {name}"
-        if name in values and name not in ("claimed", "turns", "sums"):
+        if name in values and name not in ("claimed", "turns", "sums", *of_arrays):
             np.testing.assert_array_equal(x.view(np.uint8), np.ascontiguousarray(values[name]).view(np.uint8))
     got = {name: x for name, (_, x) in arrays.items()}
     if kernel.deterministic:
@@ -498,10 +529,13 @@ def run(case, folder, schedule=None, fault=None):
         out["delta"] = got["delta"][:, :, :queries]
     if kernel.split:
         out |= {name: out[name].sum(0).astype(kernel.numpy) for name in ("dk", "dv")}
+    for number, (name, x) in zip(case.gradients, of_arrays.items(), strict=True):
+        like = jax.ShapeDtypeStruct(x.shape, np.float32)
+        out[f"gradient_{number}"] = np.asarray(gradient_of_sums(jnp.asarray(got[name]), like))
     return out
 
 
-IN_FLOAT32 = ("lse", "delta")
+IN_FLOAT32 = ("lse", "delta", *(f"gradient_{number}" for number in range(4)))
 
 
 def run_with_results(case, folder, scalars, schedule=None, fault=None):
@@ -539,11 +573,17 @@ def run_with_results(case, folder, scalars, schedule=None, fault=None):
     return y if kernel.keeps_y else None, lse, [x for _, x in made[count:]], maxima
 
 
-def formula(case, working):
-    """The results of the textbook's formulas, in float64, or as in the arrays' dtype, summed in float32."""
+def formula(case, working, random=None):
+    """The results of the textbook's formulas, in float64, or as in the arrays' dtype, summed in float32.
+
+    With a random generator errors of roundings are drawn.
+    """
     dtype = np.float32 if working else np.float64
+    unit = float(jnp.finfo(case.kernel.numpy).eps)
 
     def rounded(x):
+        if random is not None:
+            return (x * (1 + unit * (random.random(x.shape) - 0.5))).astype(dtype)
         return x.astype(case.kernel.numpy).astype(dtype) if working else x
 
     groups = case.q.shape[2] // case.k.shape[2]
@@ -551,7 +591,7 @@ def formula(case, working):
     k, v = (np.repeat(x.astype(dtype), groups, axis=2) for x in (case.k, case.v))
     seen = case.seen
     s = dtype(case.scale) * np.einsum("bthd,bshd->bhts", q, k)
-    slope = 1
+    slope, products = 1, s
     if case.score is not None:
         s, slope = case.scored(s)
     if case.mask.bias is not None:
@@ -571,7 +611,8 @@ def formula(case, working):
     dp = (np.einsum("bthd,bshd->bhts", dy, v) * case.dropped).astype(dtype)
     delta = np.einsum("bthd,bthd->bht", rounded(y), dy) - case.dlse.astype(dtype)
     delta = np.where(total == 0, 0, delta)
-    ds = rounded(np.where(p == 0, 0, p * (dp - delta[..., None]) * slope))
+    of_scores = np.where(p == 0, 0, p * (dp - delta[..., None]))
+    ds = rounded(np.where(p == 0, 0, of_scores * slope))
 
     def of_heads(x):
         return x.reshape(*x.shape[:2], -1, groups, x.shape[-1]).sum(3)
@@ -585,11 +626,25 @@ def formula(case, working):
     }
     if case.sinks is not None:
         results["delta"] = delta
+    if case.gradients:
+        results |= case.of_score_arrays(products, rounded(of_scores))
     return {name: rounded(x) if working and name not in IN_FLOAT32 else x for name, x in results.items()}
 
 
+def with_rounding(case, exact, plain):
+    """The plain formula's results, with gradients of arrays that err as much as they do in the worst of many draws.
+
+    They are sums whose terms cancel, and few: what one of them errs by is a chance.
+    """
+    names = [f"gradient_{number}" for number in case.gradients]
+    draws = [formula(case, True, np.random.default_rng(seed)) for seed in range(16 if names else 0)]
+    errors = {name: np.max([np.abs(x[name] - exact[name]) for x in (plain, *draws)], axis=0) for name in names}
+    return plain | {name: exact[name] + error for name, error in errors.items()}
+
+
 def check_case(case, folder, **options):
-    got, exact, plain = run(case, folder, **options), formula(case, False), formula(case, True)
+    got, exact = run(case, folder, **options), formula(case, False)
+    plain = with_rounding(case, exact, formula(case, True))
     sees = case.seen.any(-1)
     if case.sinks is not None:
         sees = sees | ~np.isneginf(case.sinks)[..., None]

@@ -4,12 +4,11 @@ import contextlib
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax._src.interpreters import mlir  # a rule that a test added must go away with it
 
 from coda_jax import ffi
 from coda_jax.attend import cuda, kernel
-from coda_jax.attend.primitive import FORMS, attention_forward_p, is_backward, types_of
+from coda_jax.attend.primitive import FORMS, attention_backward_p, attention_forward_p, is_backward, types_of
 
 
 def stand_in(monkeypatch, reason=None):
@@ -33,9 +32,8 @@ def stand_in(monkeypatch, reason=None):
         return launch("attention", arrays, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], yields)
 
     def backward(*arrays, spec, yields):
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
-        results += [jax.ShapeDtypeStruct(arrays[-1].shape, jnp.float32)] if spec.mask.has_sinks else []
-        return launch("attention_backward", arrays, results, yields)
+        results = types_of(attention_backward_p, *map(jax.typeof, arrays), spec=spec)
+        return launch("attention_backward", arrays, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], yields)
 
     def unsupported_reason(avals, spec):
         assert len(avals) == spec.count

@@ -167,6 +167,21 @@ def test_arrays_of_a_score_reach_the_kernels_behind_those_of_masks():
     ) == ["attention", "attention_backward"]
 
 
+def test_gradients_of_a_scores_arrays_are_the_kernels():
+    """XLA computes no scores for them; a fallback has them too."""
+    of = Q, KV, KV, jax.ShapeDtypeStruct((H,), jnp.bfloat16)
+
+    def gradients(*x):
+        return jax.grad(lambda *x: jnp.sum(scored(*x)).astype(jnp.float32), (0, 3))(*x)
+
+    text = lowered(gradients, *of)
+    assert calls(text) == ["attention", "attention_backward"] and "dot_general" not in text
+    assert f"tensor<1x{H}x1x1xbf16>" in re.search(r'name = "attention_backward".*-> (.*)', text)[1]
+    with pytest.warns(coda.FallbackWarning):
+        text = lowered(gradients, *(x.update(dtype=jnp.float32) for x in of))
+    assert "dot_general" in text
+
+
 def where(s):
     row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
     return jnp.where((row >= key) & (row - key < 9), s, -jnp.inf)

@@ -28,6 +28,11 @@ def sizes(request, monkeypatch):
     jax.clear_caches()
 
 
+def decay_of_heads(s, slopes, of_keys):
+    row, key = positions(s)
+    return s - slopes[:, None, None] * jnp.abs(row - key) + of_keys[:, :, None]
+
+
 def with_gradients(score, operands, **options):
     """y, and the gradients of q, k, v and the operands of floating dtypes."""
 
@@ -259,6 +264,52 @@ def test_vmap_shares_positions_of_sequences_and_heads():
     got = jax.vmap(attend)(jnp.stack([q, -q]), jnp.stack([k, k]), jnp.stack([v, v]))
     for i, each in enumerate((q, -q)):
         np.testing.assert_allclose(got[i], dense(each, k, v, score, ()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(0, None, None), (0, 0, 0), (None, 0, None)])
+def test_vmap_of_what_sequences_share(axes):
+    """Each element has gradients of its own, be an array shared by its sequences, or by all elements."""
+    score, operands = decay_of_heads, (normal(3, N), normal(4, 1, N, S))
+    q, k, v, dy = arrays()
+
+    def run(q, *x):
+        return jax.grad(lambda q, *x: jnp.vdot(coda.attention(q, k, v, score=score, operands=x), dy), (0, 1, 2))(q, *x)
+
+    given = [jnp.stack([x, 2 * x, -x]) if axis == 0 else x for x, axis in zip((q, *operands), axes, strict=True)]
+    got = jax.jit(jax.vmap(run, in_axes=axes))(*given)
+    for i in range(3):
+        one = run(*(x if axis is None else x[i] for x, axis in zip(given, axes, strict=True)))
+        for x, of in zip(got, one, strict=True):
+            np.testing.assert_allclose(x[i], of, rtol=2e-4, atol=1e-5)
+
+
+def test_the_backward_pass_makes_gradients_that_are_asked_for():
+    """But those of arrays of all pairs, and of a second array by which the derivative depends on the product."""
+
+    def score(s, slopes, of_keys, gates, caps, pairs):
+        row, key = positions(s)
+        caps = caps[:, None, None]
+        capped = caps * jnp.tanh(s * gates[:, None, None] / caps)
+        return capped - slopes[:, None, None] * jnp.abs(row - key) + of_keys + pairs * key
+
+    operands = normal(1, N), normal(2, S), normal(3, N), 2 + abs(normal(4, N)), normal(5, T, S)
+    q, k, v, dy = arrays()
+
+    def made(*numbers):
+        def loss(*x):
+            return jnp.sum(coda.attention(q, k, v, score=score, operands=x) * dy)
+
+        every, _ = equations_of(jax.grad(loss, numbers), *operands)
+        passes = [x for x, _ in every if x.primitive.name == "coda_attention_backward"]
+        shapes = [x.aval.shape for one in passes for x in one.params["spec"].gradient_arrays(one.invars)]
+        return shapes, any(x.primitive.name == "dot_general" for x, _ in every)
+
+    assert made(0) == ([(1, N, 1, 1)], False)
+    assert made(1) == ([(1, 1, 1, S)], False)
+    both, is_by_xla = made(0, 1)
+    assert sorted(both) == [(1, 1, 1, S), (1, N, 1, 1)] and not is_by_xla
+    assert sorted([made(2), made(3)]) == [([], True), ([(1, N, 1, 1)], False)] and made(4) == ([], True)
+    check(score, operands, limit=1e-5)
 
 
 def test_second_derivatives():

@@ -345,11 +345,11 @@ def test_sums_of_gradients_are_sent_as_products_send_theirs(monkeypatch):
             assert sums == [sent] * 2, text
 
 
-def gated(s, gates, of_rows):
-    """A score of heads, rows and positions: each device has its own of them."""
+def gated(s, gates, of_rows, of_keys, factor):
+    """A score of heads, rows and positions: each device has its own of them; and what all devices share."""
     row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
     head = jax.lax.broadcasted_iota(jnp.int32, s.shape, 1)
-    score = s * jnp.tanh(gates)[:, None, None] - 0.1 * head * jnp.abs(row - key) + of_rows[..., None]
+    score = s * jnp.tanh(gates)[:, None, None] - 0.1 * head * jnp.abs(row - key) * factor + of_rows[..., None] + of_keys
     return jnp.where((row >= key) & ((row // 5 == key // 5) | (key < 3)), score, -jnp.inf)
 
 
@@ -358,14 +358,15 @@ def gated(s, gates, of_rows):
 def test_scores(kind, name):
     """Positions are those of the whole arrays, and gradients of what a score reads are sums over devices."""
     scheme, rng = SCHEMES[name], np.random.default_rng(0)
-    gates, of_rows = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((H,), (B, H, T)))
+    shapes = ((H,), (B, H, T), (T,), ())
+    operands = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
-    def run(q, k, v, dy, gates, of_rows):
+    def run(q, k, v, dy, *operands):
         attend = lambda q, k, v, *x: coda.attention(q, k, v, score=gated, operands=x)  # noqa: E731
-        y, pullback = jax.vjp(attend, q, k, v, gates, of_rows)
+        y, pullback = jax.vjp(attend, q, k, v, *operands)
         return y, *pullback(dy)
 
     heads, rows = scheme.of_queries[2], scheme.of_queries[1]
-    specs = [*scheme.arguments[:4], P(heads), P(scheme.of_queries[0], heads, rows)]
-    parts, _, _ = compare(run, [*arrays()[:4], gates, of_rows], specs, kind)
+    specs = [*scheme.arguments[:4], P(heads), P(scheme.of_queries[0], heads, rows), P(), P()]
+    parts, _, _ = compare(run, [*arrays()[:4], *operands], specs, kind)
     assert [x[:2] for x in parts] == [tuple(scheme.parts)] * 2

@@ -1,8 +1,8 @@
 """`python -m benchmarks.lab.attention_scores`: what NVRTC makes of score functions in attention, without a GPU.
 
 For each function and width of heads a row of a table in Markdown: seconds of NVRTC, registers of a thread as the kernel
-asks for them, and bytes that a thread spills, stores and loads together, of the forward and of the backward kernel,
-causal, in bfloat16. The first rows are those without a score.
+asks for them, and bytes that a thread spills, stores and loads together, of the forward and of the backward kernel, and
+of the latter with the gradients of operands, causal, in bfloat16. The first rows are those without a score.
 
     python -m benchmarks.lab.attention_scores --names "soft cap,ALiBi" --widths 64,128
 """
@@ -10,6 +10,7 @@ causal, in bfloat16. The first rows are those without a score.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -25,6 +26,7 @@ from coda_jax.attend.spec import AttentionSpec, MaskSpec
 
 B, H, K, T = 1, 8, 2, 4096
 KERNELS = ("attention", "attention, backward")
+WITH_GRADIENTS = "attention, backward, gradients of operands"
 
 
 class Function(NamedTuple):
@@ -107,7 +109,7 @@ FUNCTIONS: dict[str, Function | None] = {
 
 
 def sources(function: Function | None, width: int) -> dict[str, str]:
-    """The texts of the forward and of the backward kernel with a score, by their names."""
+    """The texts of the kernels with a score, by their names."""
     found: dict[str, str] = {}
 
     def launched(arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall) -> list[jax.Array]:
@@ -118,12 +120,16 @@ def sources(function: Function | None, width: int) -> dict[str, str]:
         score, read = (None, ()) if function is None else trace(function.score, operands, (B, H, T, T))
         spec = AttentionSpec(MaskSpec(right=0), width**-0.5, score=score)
         kernel.forward(q, k, k, *read, spec=spec)
-        kernel.backward(q, k, k, *read, q, lse, q, lse, spec=spec)
+        backward = (q, k, k, *read, q, lse, q, lse)
+        if score is not None and (gradients := score.sums_of_kernel([x.shape for x in read])):
+            kernel.backward(*backward, spec=dataclasses.replace(spec, gradients=gradients))
+            found[WITH_GRADIENTS] = found[KERNELS[1]]
+        kernel.backward(*backward, spec=spec)
 
     of_heads = [_array(B, T, heads, width, dtype=jnp.bfloat16) for heads in (H, K)]
     with mock.patch.object(kernel, "_launched", launched):
         jax.eval_shape(run, *of_heads, _array(B, H, T), *(() if function is None else function.operands))
-    return {name: found[name] for name in KERNELS}
+    return {name: found[name] for name in (*KERNELS, WITH_GRADIENTS) if name in found}
 
 
 def measured(text: str, name: str) -> tuple[str, str, str]:
@@ -138,12 +144,14 @@ def main() -> None:
     parser.add_argument("--names", default=",".join(name.replace(",", ";") for name in FUNCTIONS))
     parser.add_argument("--widths", default="64,128,256")
     options = parser.parse_args()
-    print("| score | heads of | forward: seconds | registers | spilled | backward: seconds | registers | spilled |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("forward: seconds", "backward: seconds", "with gradients of operands: seconds")
+    print(f"| score | heads of | {' | '.join(f'{x} | registers | spilled' for x in columns)} |")
+    print("|---" * 11 + "|")
     for name in (name.replace(";", ",") for name in options.names.split(",")):
         for width in map(int, options.widths.split(",")):
             texts = sources(FUNCTIONS[name], width)
             cells = [cell for kernel_name, text in texts.items() for cell in measured(text, kernel_name)]
+            cells += ["-"] * (9 - len(cells))
             print(f"| {name} | {width} | {' | '.join(cells)} |", flush=True)
 
 

@@ -135,7 +135,8 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
       on_cpu: as `forward` has it.
 
     Returns:
-      dq, dk and dv, with the types of q, k and v; with sinks also delta (B, H, T), 0 of rows without a sum.
+      dq, dk and dv, with the types of q, k and v; with sinks also delta (B, H, T), 0 of rows without a sum; the
+      gradients of the score's arrays that the spec names.
     """
     problem, again = _again(arrays, spec, on_cpu)
     q, k, v = arrays[:3]
@@ -155,7 +156,8 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
         dq_pieces.append(dq)
     dk, dv = (total.transpose(0, 2, 1, 3).astype(x.dtype) for total, x in zip(totals, (k, v), strict=True))
     of_sinks = [again.delta] if spec.mask.has_sinks else []
-    return [_from_heads(problem.joined(dq_pieces)), dk, dv, *of_sinks]
+    of_score = score_cotangents(*arrays, spec=spec, on_cpu=on_cpu) if spec.gradients else []
+    return [_from_heads(problem.joined(dq_pieces)), dk, dv, *of_sinks, *of_score]
 
 
 def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
@@ -169,18 +171,18 @@ def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> li
 
 
 def score_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
-    """The gradients of the score's arrays of floating dtypes, with their types, from what `backward` takes."""
+    """The gradients of the score's arrays that the spec names, with their types, from what `backward` takes."""
     assert spec.score is not None
-    places, slopes = zip(*spec.score.slopes, strict=True)
+    slopes = [dict(spec.score.slopes)[number] for number in spec.gradients]
 
     def by_heads(problem: _Problem) -> list[jax.Array]:
-        return [problem.operands[place] for place in places]
+        return [problem.operands[number] for number in spec.gradients]
 
     def terms(at: _Block, again: _Again) -> list[jax.Array]:
         ds = again(at)[1]
         return [_times(ds, slope) for slope in at.by_score(slopes)]
 
-    likes = [spec.score_arrays(range(len(arrays)))[place] for place in places]
+    likes = spec.gradient_arrays(range(len(arrays)))
     return _sums_of_pairs(arrays, likes, by_heads, terms, spec, on_cpu)
 
 

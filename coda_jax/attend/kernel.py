@@ -26,6 +26,7 @@ from coda_jax.attend.score.text import emit
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
 from coda_jax.epilogue import emit as emit_epilogue
 from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, VECTORS, is_of_8_bits
+from coda_jax.epilogue.values import same_size
 from coda_jax.tiles.constants import NUM_SMS
 
 _NO_BOUND = 1 << 30  # of a band, and of sizes
@@ -103,6 +104,19 @@ class BackwardTiles:
         barriers = 16 * self.stages + turns + 16 + 8 * self.stages + 4 * self.stages
         marks = self.stages * self.queries // 8 + 32
         return tiles + ds + self.stages * vectors * vector + barriers + marks + 1024
+
+    def sums_shape(self, array: Sequence[Any], pairs: Sequence[Any]) -> tuple[Any, ...]:
+        """The shape of the sums of which the gradient of a score's array is made: `ScoreSums` of attention_scores.cuh.
+
+        Args:
+          array: its shape.
+          pairs: (batch, heads, queries, keys).
+        """
+        batch, heads, queries, keys = pairs
+        warps = 4 if self.dim == 256 else 8
+        if not same_size(array[2], 1):
+            return batch, heads, warps, queries
+        return batch, heads, (-(-keys // self.keys) * warps if same_size(array[3], 1) else keys)
 
 
 def _value_chunks(width: int) -> int:
@@ -220,7 +234,9 @@ def _members_of_results(results: Results) -> tuple[dict[str, Any], str]:
 
 
 def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
-    """dq, dk and dv by the kernels, and with sinks delta (B, H, T), as `blocks.backward` has them.
+    """dq, dk and dv by the kernels, with sinks delta (B, H, T), and gradients of the score's arrays.
+
+    They are as `blocks.backward` has them.
 
     Args:
       *arrays: q, k, v and the further arrays as in `forward`; y, lse, dy and dlse (B, H, T).
@@ -230,7 +246,8 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     q, k, v, *_, y, lse, dy, dlse = arrays
     if _is_nothing(q, k, spec):
         of_sinks = [jnp.where(lse == -jnp.inf, 0, -dlse)] if spec.mask.has_sinks else []
-        return [*(jnp.zeros(x.shape, x.dtype) for x in (q, k, v)), *of_sinks]
+        nothing = [jnp.zeros(x.shape, x.dtype) for x in (q, k, v, *spec.gradient_arrays(arrays))]
+        return [*nothing[:3], *of_sinks, *nothing[3:]]
     batch, queries, heads, head = q.shape
     keys, key_heads = k.shape[1:3]
     tiles = BackwardTiles.of(head, v.shape[-1])
@@ -258,14 +275,19 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         jax.ShapeDtypeStruct((batch, heads, query_tiles, tiles.queries * tiles.dim), jnp.float32),
         *(_split_type(x, splits) for x in (k, v)),
         jax.ShapeDtypeStruct((batch, heads, query_tiles), jnp.int32),
+        *(
+            jax.ShapeDtypeStruct(tiles.sums_shape(x.shape, (batch, heads, queries, keys)), jnp.float32)
+            for x in spec.gradient_arrays(arrays)
+        ),
     ]
+    of_gradients = range(count + 4, count + len(types))
     shared_bytes = tiles.shared_bytes(mask.vectors)
     source = _source(
         "backward",
         "coda::attention::BackwardParams<Config>",
         384,
         members | {"shared_bytes": shared_bytes},
-        _score_text(arrays, spec),
+        _score_text(arrays, spec, spec.gradients),
         _dropout_text(spec),
     )
     call = ffi.LaunchCall(
@@ -275,16 +297,31 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         smem_bytes=shared_bytes,
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
-        pointers=[*statistics, *pointers, *bits, *order, count, count + 1, count + 2, count + 3, *of_score],
+        pointers=[*statistics, *pointers, *bits, *order, *range(count, count + 4), *of_score, *of_gradients],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, splits, _bits(spec.scale)],
-        zeroed=[count + 3 if config.deterministic else count],
+        zeroed=[count + 3 if config.deterministic else count, *of_gradients],
     )
-    sums, dk, dv, turns = _launched(operands.arrays, types, call)
+    sums, dk, dv, turns, *of_pairs = _launched(operands.arrays, types, call)
     dq = _in_rows(sums, turns if config.deterministic else None, q, spec.scale, members)
     if splits > 1:
         dk, dv = (jnp.sum(x, axis=0).astype(like.dtype) for x, like in ((dk, k), (dv, v)))
-    return [dq, dk, dv, *([delta[:, :, :queries]] if spec.mask.has_sinks else [])]
+    of_sinks = [delta[:, :, :queries]] if spec.mask.has_sinks else []
+    gradients = map(gradient_of_sums, of_pairs, spec.gradient_arrays(arrays))
+    return [dq, dk, dv, *of_sinks, *gradients]
+
+
+def gradient_of_sums(sums: jax.Array, like: jax.Array) -> jax.Array:
+    """The gradient of a score's array from the kernel's sums for each sequence and head, in one order."""
+    _, _, queries, keys = like.shape
+    if not same_size(queries, 1):
+        sums = jnp.sum(sums, axis=2)[..., None]
+    elif same_size(keys, 1):
+        sums = jnp.sum(sums, axis=2)[..., None, None]
+    else:
+        sums = sums[:, :, None]
+    shared = tuple(axis for axis in (0, 1) if same_size(like.shape[axis], 1))
+    return jnp.sum(sums, axis=shared, keepdims=True).astype(like.dtype)
 
 
 def _statistics(y: jax.Array, dy: jax.Array, lse: jax.Array, dlse: jax.Array) -> list[jax.Array]:
@@ -566,9 +603,9 @@ def _score_hides(arrays: Sequence[jax.Array], spec: AttentionSpec) -> bool:
     return not band(spec.score, shapes, arrays[0].shape[1], arrays[1].shape[1]).is_likely_all
 
 
-def _score_text(arrays: Sequence[jax.Array], spec: AttentionSpec) -> str:
+def _score_text(arrays: Sequence[jax.Array], spec: AttentionSpec, gradients: Sequence[int] = ()) -> str:
     """The definition of the score function; empty if there is none."""
-    return "" if spec.score is None else emit(spec.score, spec.score_arrays(arrays))
+    return "" if spec.score is None else emit(spec.score, spec.score_arrays(arrays), gradients)
 
 
 def _source(

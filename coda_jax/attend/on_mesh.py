@@ -2,8 +2,9 @@
 
 Sequences, heads and queries may be sharded; keys are gathered, and so are the columns of heads. Each device has the key
 heads of its queries: where there are fewer than shards, several devices have the same one. dk and dv are summed over
-the devices that share keys: those with other queries, and those with other heads of the same key head. Bits of dropout
-are those of an element's place in the whole: a device has those of its rows, and all keys.
+the devices that share keys: those with other queries, and those with other heads of the same key head; gradients of a
+score's arrays over those that share the array. Bits of dropout are those of an element's place in the whole: a device
+has those of its rows, and all keys.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Plan(NamedTuple):
         scalars = [partition_spec([])] * len(operands)
         return (of_queries, of_keys, of_keys, *others, *results[: len(arrays) - spec.count], *scalars)
 
-    def result_specs(self, spec: AttentionSpec, *, is_backward: bool) -> tuple[Any, ...]:
-        """The shardings of y and lse and what is made of y, or of dq, dk, dv and, with sinks, delta."""
+    def result_specs(self, arrays: Sequence[Any], spec: AttentionSpec, *, is_backward: bool) -> tuple[Any, ...]:
+        """The shardings of y, lse and what is made of y, or of the backward pass's results, of such arguments."""
         of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
         of_rows = partition_spec([self.batch, self.heads, self.rows])
         if not is_backward:
@@ -93,8 +94,25 @@ class Plan(NamedTuple):
             tiles = (transposed if store.transposed else of_queries for store in stores)
             maxima = [partition_spec([])] * (0 if of_y is None else len(of_y.program.reductions))
             return *y, of_rows, *tiles, *maxima
-        of_keys = (partition_spec([self.batch, x, self.key_heads, ()]) for x in self.key_scatters)
-        return of_queries, *of_keys, *([of_rows] if spec.mask.has_sinks else [])
+        gradients = spec.gradient_arrays(self.specs(arrays, spec))
+        return of_queries, *self.key_specs, *([of_rows] if spec.mask.has_sinks else []), *gradients
+
+    @property
+    def key_specs(self) -> list[Any]:
+        """The shardings of dk and dv."""
+        return [partition_spec([self.batch, x, self.key_heads, ()]) for x in self.key_scatters]
+
+    def gradient_sums(self, arrays: Sequence[Any], spec: AttentionSpec) -> list[MeshAxes]:
+        """For each gradient of a score's array the mesh axes over which devices share the array.
+
+        Args:
+          arrays: the arguments, which have shapes, unsharded.
+        """
+        over = (self.batch, self.heads, self.rows)
+        return [
+            tuple(name for size, names in zip(x.shape, over, strict=False) if size == 1 for name in names)
+            for x in spec.gradient_arrays(arrays)
+        ]
 
 
 def plan(
@@ -146,11 +164,13 @@ def on_each_device(
     plan: Plan,
     form_of: FormOf,
     mesh_sizes: Mapping[str, int],
+    sums: Sequence[MeshAxes],
     seen: int | None,
 ) -> list[jax.Array]:
     """The results of a device's shards, in a region where the plan's mesh axes are manual.
 
     Args:
+      sums: as `Plan.gradient_sums` has them.
       seen: the pairs of each head that see each other, on all devices that have queries of it.
     """
     (q, k, v, *others), operands = spec.apart(shards)
@@ -171,12 +191,13 @@ def on_each_device(
     results = form_of(arrays, spec, None if seen is None else seen // share)(*arrays)
     if not is_backward(primitive):
         return _of_all_devices(results, spec, plan)
-    dq, dk, dv, *of_sinks = results
+    dq, dk, dv, *others = results
     axes = plan.rows + plan.sharing
-    specs = plan.result_specs(spec, is_backward=True)[1:3]
-    each = zip((dk, dv), specs, strict=True)
+    each = zip((dk, dv), plan.key_specs, strict=True)
     of_keys = (_summed(heads_of_device.placed(x), axes, wanted) if axes else x for x, wanted in each)
-    return [dq, *of_keys, *of_sinks]
+    first = len(others) - len(sums)
+    of_score = (_summed(x, over, jax.P()) if over else x for x, over in zip(others[first:], sums, strict=True))
+    return [dq, *of_keys, *others[:first], *of_score]
 
 
 def _of_all_devices(results: list[jax.Array], spec: AttentionSpec, plan: Plan) -> list[jax.Array]:
@@ -254,7 +275,7 @@ def parts_of_types(avals: Sequence[Any], results: Sequence[Any], spec: Attention
     sizes, backward = mesh_of(avals).shape, len(results) >= 3 and spec.results is None
     cuts = list(map(explicit_cuts, avals)), _like_queries(list(map(explicit_cuts, results)), spec, is_backward=backward)
     planned = plan([x.shape for x in avals], *cuts, sizes, is_backward=backward)
-    result_specs = planned.result_specs(spec, is_backward=backward)
+    result_specs = planned.result_specs(avals, spec, is_backward=backward)
     return parts_of(avals, planned.specs(avals, spec), sizes), parts_of(results, result_specs, sizes)
 
 
@@ -278,9 +299,10 @@ def _partition(
         plan=planned,
         form_of=form_of,
         mesh_sizes=mesh_sizes,
+        sums=planned.gradient_sums(arrays, spec),
         seen=pairs(spec.mask, shapes[0][1], shapes[1][1]),
     )
-    return Partition(planned.specs(arrays, spec), planned.result_specs(spec, is_backward=backward), each)
+    return Partition(planned.specs(arrays, spec), planned.result_specs(arrays, spec, is_backward=backward), each)
 
 
 def lower_automatic(
@@ -364,6 +386,7 @@ def sharding_rule(
         arguments += [queries(), of_rows(), queries(), of_rows()]
         results = [queries(), keys("keys_of_dk"), keys("keys_of_dv")]  # sums, which may be scattered
         results += [of_rows()] if spec.mask.has_sinks else []
+        results += map(of_all_pairs, spec.gradient_arrays(shapes))
     else:
         results = [*([queries()] if spec.results is None or spec.results.keeps_y else []), of_rows()]
         for store in () if spec.results is None else spec.results.program.stores:

@@ -4,7 +4,7 @@
         the results -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32, the results; y not where
         `Results.keeps_y` is False
     attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T)
-        -> dq, dk, dv, with sinks also delta (B, H, T) float32
+        -> dq, dk, dv, with sinks also delta (B, H, T) float32, the gradients of `AttentionSpec.gradients`
 
 K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing y is 0, and lse is -inf, or
 its sink. delta is rowsum(dy y) - dlse, of which sinks have their gradient. The mask's arrays are those of `MaskArrays`,
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from coda_jax.attend import blocks
 from coda_jax.attend.probabilities import sinks_cotangent
@@ -42,7 +42,7 @@ from coda_jax.primitives.mesh_types import (
     vary,
     varying_axes,
 )
-from coda_jax.primitives.reverse_mode import differentiable
+from coda_jax.primitives.reverse_mode import Backward, differentiable
 
 CONTEXT_NAME = "context"  # of y and lse, for policies of `jax.checkpoint` that keep arrays by name
 
@@ -102,15 +102,19 @@ def attend(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Arra
     def backward(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         arrays, y, lse = kept
         all_arrays = *arrays, y, lse, *cotangents
-        dq, dk, dv, *of_sinks = _gradients(*all_arrays, spec=spec)
+        places = range(len(arrays))
+        in_kernel, by_xla = _with_gradients(arrays, spec)
+        dq, dk, dv, *others = _gradients(*all_arrays, spec=in_kernel)
         found: list[Any] = [dq, dk, dv, *(None,) * (len(arrays) - 3)]
-        for form, places in _differentiated(spec):  # apart, so that nothing is computed for which nobody asks
-            by_array = _cotangents(*all_arrays, spec=spec, on_cpu=_has_cpu_alone(), form=form, places=places)
-            for place, x in zip(places, by_array, strict=True):
-                found[place] = x
         if spec.mask.has_sinks:
-            place = spec.mask_arrays(range(len(arrays))).sinks
-            found[place] = _sinks_cotangent(arrays[place], lse, *of_sinks)
+            place = spec.mask_arrays(places).sinks
+            found[place] = _sinks_cotangent(arrays[place], lse, others.pop(0))
+        for place, x in zip(in_kernel.gradient_arrays(places), others, strict=True):
+            found[place] = x
+        for form, of_form in _differentiated(by_xla):  # apart, so that nothing is computed for which nobody asks
+            by_array = _cotangents(*all_arrays, spec=by_xla, on_cpu=_has_cpu_alone(), form=form, places=of_form)
+            for place, x in zip(of_form, by_array, strict=True):
+                found[place] = x
         return tuple(found)
 
     y, lse = differentiable("attention", run, forward, backward)(*vary(varying_axes(*arrays), *arrays))
@@ -170,7 +174,24 @@ def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]
     def forward(*arrays: jax.Array) -> tuple[Any, Any]:
         return _gradients(*arrays, spec=spec), arrays
 
-    def backward(arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+    gradients: tuple[jax.Array, ...] = differentiable("attention", run, forward, _OfGradients(spec))(*arrays)
+    return gradients
+
+
+class _OfGradients(Backward):
+    """The derivative of the backward pass, by XLA; of gradients of a score's arrays, of those that something reads."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
+        first = len(cotangents) - len(self.spec.gradients)
+        of_score = dict(zip(self.spec.gradients, cotangents[first:], strict=True))
+        read = {number: x for number, x in of_score.items() if x is not None}
+        spec = dataclasses.replace(self.spec, gradients=tuple(read))
+        types = _backward_types(*map(jax.typeof, arrays), spec=spec)
+        each = zip((*cotangents[:first], *read.values()), types, strict=True)
+        cotangents = tuple(ad.instantiate_zeros(ad.Zero(of)) if x is None else x for x, of in each)
         second_form = functools.partial(
             _traced_form, spec=spec, primitive=attention_backward_p, on_cpu=_has_cpu_alone()
         )
@@ -181,11 +202,11 @@ def _gradients(*arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]
             return tuple(second_form(*(given.get(i, x) for i, x in enumerate(arrays))))
 
         _, pullback = jax.vjp(form, *(arrays[i] for i in places))
-        found = dict(zip(places, pullback(tuple(cotangents)), strict=True))
+        found = dict(zip(places, pullback(cotangents), strict=True))
         return tuple(found.get(i) for i in range(len(arrays)))
 
-    gradients: tuple[jax.Array, ...] = differentiable("attention", run, forward, backward)(*arrays)
-    return gradients
+    def of_batch(self, size: Any, kept: Any, cotangents: Any, batched: tuple[Any, Any]) -> None:
+        return None
 
 
 def _by_xla(function: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
@@ -216,10 +237,18 @@ def _differentiated(spec: AttentionSpec) -> list[tuple[Callable[..., Any], tuple
     found: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
     if spec.mask.has_bias:
         found.append((blocks.bias_cotangents, (spec.mask_arrays(places).bias,)))
-    if spec.score is not None and spec.score.slopes:
-        of_score = spec.score_arrays(places)
-        found.append((blocks.score_cotangents, tuple(of_score[array] for array, _ in spec.score.slopes)))
+    if spec.gradients:
+        found.append((blocks.score_cotangents, tuple(spec.gradient_arrays(places))))
     return found
+
+
+def _with_gradients(arrays: Sequence[jax.Array], spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
+    """The specs with the gradients of the score's arrays that the backward pass makes, and with the others."""
+    if spec.score is None:
+        return spec, spec
+    in_kernel = spec.score.sums_of_kernel([x.shape for x in spec.score_arrays(arrays)])
+    others = tuple(array for array, _ in spec.score.slopes if array not in in_kernel)
+    return dataclasses.replace(spec, gradients=in_kernel), dataclasses.replace(spec, gradients=others)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "on_cpu", "form", "places"))
@@ -278,8 +307,10 @@ def _type_like(q: Any, shape: Sequence[Any], dtype: Any, mesh_axes: Sequence[tup
     return q.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def _backward_types(q: Any, k: Any, v: Any, *_: Any, spec: AttentionSpec) -> list[Any]:
-    return [*(x.update(weak_type=False) for x in (q, k, v)), *([_type_of_rows(q)] if spec.mask.has_sinks else [])]
+def _backward_types(*arrays: Any, spec: AttentionSpec) -> list[Any]:
+    of_sinks = [_type_of_rows(arrays[0])] if spec.mask.has_sinks else []
+    dq, dk, dv, *of_score = (x.update(weak_type=False) for x in (*arrays[:3], *spec.gradient_arrays(arrays)))
+    return [dq, dk, dv, *of_sinks, *of_score]
 
 
 _TYPES = {x: _backward_types if is_backward(x) else _forward_types for x in FORMS}
@@ -299,21 +330,29 @@ def _batch(
     each = list(zip(arrays, dims, strict=True))
     size, cuts = next((x.shape[dim], explicit_cuts(x)[dim]) for x, dim in each if dim is not None)
     batch = arrays[0].shape[int(dims[0] == 0)]
-    of_mask, of_score = spec.mask_arrays(range(len(arrays))), spec.score_arrays(range(len(arrays)))
-    merged = []
+    places = range(len(arrays))
+    of_mask, of_score, gradients = spec.mask_arrays(places), spec.score_arrays(places), spec.gradient_arrays(places)
+    may_be_one = {of_mask.mask, of_mask.bias, of_mask.sinks, *of_score} - {*gradients}
+    merged, sums = [], [False] * len(spec.gradients)
     for i, (x, dim) in enumerate(each):
-        if dim is None and i in (of_mask.mask, of_mask.bias, of_mask.sinks, *of_score) and same_size(x.shape[0], 1):
+        if dim is None and i in may_be_one and same_size(x.shape[0], 1):
             merged.append(x)  # one for all
             continue
+        if i in gradients:
+            sums[gradients.index(i)] = same_size(x.shape[0 if dim is None else int(dim == 0)], 1)
         x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
         x = _cut(jnp.broadcast_to(x, (size, batch, *x.shape[2:])), cuts)
         merged.append(reshaped(x, (size * batch, *x.shape[2:]), merged=(2, *(1,) * (x.ndim - 2))))
     q_cuts = explicit_cuts(merged[0])[0]
     batch_cuts = tuple(name for name in q_cuts if name not in cuts)
     outputs = []
-    for x in primitive.bind(*merged, spec=spec):
+    results = primitive.bind(*merged, spec=spec)
+    for x in results:
         rest = [tuple(name for name in names if name not in q_cuts) for names in explicit_cuts(x)[1:]]
         outputs.append(reshaped(x, (size, batch, *x.shape[1:]), cuts=(cuts, batch_cuts, *rest)))
+    first = len(results) - len(sums)
+    for i, is_sum in enumerate(sums, first):  # of an array that the sequences of an element share
+        outputs[i] = jnp.sum(outputs[i], axis=1, keepdims=True) if is_sum else outputs[i]
     return outputs, [0] * len(outputs)
 
 
@@ -373,11 +412,27 @@ def _bind_flat(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Prim
     return results
 
 
+def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
+    """Drops a pass whose results nobody reads, and the gradients of the score's arrays that nobody reads."""
+    equation = others[-1]  # jax 0.12 puts in front of it which inputs are live
+    if not any(used):
+        return [False] * len(equation.invars), None
+    spec: AttentionSpec = equation.params["spec"]
+    first = len(used) - len(spec.gradients)
+    kept = tuple(number for number, is_used in zip(spec.gradients, used[first:], strict=True) if is_used)
+    if kept != spec.gradients:
+        each = enumerate(zip(equation.outvars, used, strict=True))
+        outputs = [x for i, (x, is_used) in each if is_used or i < first]
+        equation = equation.replace(outvars=outputs, params={"spec": dataclasses.replace(spec, gradients=kept)})
+    return [True] * len(equation.invars), equation
+
+
 _run = jax.jit(_bind_flat, static_argnames=("spec", "primitive"))  # one for all calls outside jit
 
 for _primitive in FORMS:
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_TYPES[_primitive])
+    partial_eval.dce_rules[_primitive] = _without_unused
     _primitive.def_impl(functools.partial(_run, primitive=_primitive))
     batching.primitive_batchers[_primitive] = functools.partial(_batch, primitive=_primitive)
     mlir.register_lowering(_primitive, functools.partial(_lower, primitive=_primitive))

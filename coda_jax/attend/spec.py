@@ -114,6 +114,7 @@ class AttentionSpec:
       score: the function of scores; None for the identity. It comes before the bias.
       site: the user's line, for messages.
       results: what the forward pass makes of y; None for nothing.
+      gradients: the numbers of the score's arrays of which the backward pass gives the gradients, too.
     """
 
     mask: MaskSpec
@@ -123,6 +124,7 @@ class AttentionSpec:
     score: Score | None = None
     site: CallSite = _NOWHERE
     results: Results | None = None
+    gradients: tuple[int, ...] = ()
 
     @property
     def plain(self) -> AttentionSpec:
@@ -147,7 +149,13 @@ class AttentionSpec:
         """The score's of a primitive's arrays, each (1 or B, 1 or H, 1 or T, 1 or S)."""
         return arrays[3 + len(self.mask.fields) : self.count]
 
+    def gradient_arrays(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Those of a primitive's arrays of which the backward pass gives the gradients beside q, k, v and sinks."""
+        of_score = self.score_arrays(arrays)
+        return [of_score[number] for number in self.gradients]
+
     def __str__(self) -> str:  # in a printed jaxpr
-        hidden = ("site", *(["results"] if self.results is None else []))
+        empty = [name for name in ("results", "gradients") if not getattr(self, name)]
+        hidden = ("site", *empty)
         names = [field.name for field in dataclasses.fields(self) if field.name not in hidden]
         return f"({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

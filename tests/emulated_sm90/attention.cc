@@ -37,6 +37,7 @@ struct Problem {
   void *dk, *dv;
   unsigned short* dq;
   const void* score_arrays[4];
+  float* gradient_sums[4];
   void* results[8];
 
   ptx::TensorMap map(const unsigned short* of, int width, int of_heads, int rows, int box_rows) const {
@@ -46,6 +47,12 @@ struct Problem {
   attention::ScorePointers<count> score() const {
     attention::ScorePointers<count> of;
     if constexpr (count > 0) std::copy(score_arrays, score_arrays + count, of.array);
+    return of;
+  }
+  template <int count>
+  attention::GradientPointers<count> gradients() const {
+    attention::GradientPointers<count> of;
+    if constexpr (count > 0) std::copy(gradient_sums, gradient_sums + count, of.sums);
     return of;
   }
   /// The arrays of results beside y.
@@ -133,6 +140,7 @@ extern "C" const char* backward(const Problem& p) {
       p.dv,
       p.turns,
       p.score<Kernel::Score::arrays>(),
+      p.gradients<Kernel::Score::gradients>(),
       p.batch,
       p.queries,
       p.keys,

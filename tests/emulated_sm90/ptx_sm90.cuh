@@ -179,6 +179,9 @@ inline void add_in_memory(float* to, float a, float b, float c, float d) {
   if (reinterpret_cast<size_t>(to) % 16 != 0) fail("a misaligned addition");
   to[0] += a, to[1] += b, to[2] += c, to[3] += d;
 }
+inline void add_in_memory_if(bool adds, float* to, float a) {
+  if (adds) *to += a;
+}
 inline void wait_for_earlier_kernels() {}
 inline void launch_dependents() {}
 template <int>

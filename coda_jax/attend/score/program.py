@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from coda_jax.epilogue.dtypes import INT32
-from coda_jax.epilogue.program import Node
+from coda_jax.epilogue.program import Node, needed_nodes
+from coda_jax.epilogue.values import same_size
 
 # A score of this or less hides its key, as -inf does. Of larger ones float32 can subtract a row's maximum and, in the
 # backward pass, its log-sum-exp: -1e30 and float32's least number, which programs write for -inf, hide too.
 HIDDEN = -(2.0**96)
+
+_MOST_OF_PRODUCT = 1  # gradients that the kernel makes where derivatives depend on the product: 16 to 32 registers each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +73,26 @@ class Score:
             value=self.shown,
             slopes=tuple((at[array], node) for array, node in self.slopes if array in at),
         )
+
+    def is_slope_of_product(self, array: int) -> bool:
+        """Whether the derivative by an array depends on the product of the query and the key."""
+        needed = needed_nodes(self.nodes, [dict(self.slopes)[array]])
+        return any(self.nodes[i].op == "score" for i in needed)
+
+    def sums_of_kernel(self, shapes: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+        """The arrays of which the backward kernel makes the gradients: those that have not both rows and keys.
+
+        Args:
+          shapes: of its arrays.
+        """
+        found, of_product = [], 0
+        for array, _ in self.slopes:
+            _, _, rows, keys = shapes[array]
+            is_of_product = self.is_slope_of_product(array)
+            if (same_size(rows, 1) or same_size(keys, 1)) and of_product + is_of_product <= _MOST_OF_PRODUCT:
+                found.append(array)
+                of_product += is_of_product
+        return tuple(found)
 
     @property
     def has_rows(self) -> bool:

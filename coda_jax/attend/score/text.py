@@ -18,17 +18,20 @@ from coda_jax.epilogue.values import same_size
 _AXES = ("batch", "heads", "queries", "keys")
 
 
-def emit(score: Score, arrays: Sequence[Any]) -> str:
+def emit(score: Score, arrays: Sequence[Any], gradients: Sequence[int] = ()) -> str:
     """The definition of `struct Score` for arrays, or types of arrays, such as these.
 
     It depends on their dtypes and on which of their axes have more than one entry.
+
+    Args:
+      gradients: the arrays of which the kernel makes the gradients.
     """
     names = [_leaf(node) or f"v{i}" for i, node in enumerate(score.nodes)]
     value, slope = names[score.value], names[score.slope]
     return "\n".join(
         [
             "struct Score {",
-            f"  static constexpr int arrays = {len(arrays)};",
+            f"  static constexpr int arrays = {len(arrays)}, gradients = {len(gradients)};",
             f"  static constexpr bool unit_slope = {str(score.has_unit_slope).lower()};",
             f"  static constexpr bool keeps_hidden = {str(keeps_hidden(score, [x.shape for x in arrays])).lower()};",
             *declared("coda::attention::ScoreArray array[]", [[entry(_array(x)) for x in arrays] or [""]]),
@@ -39,6 +42,7 @@ def emit(score: Score, arrays: Sequence[Any]) -> str:
                 ", float& slope",
                 [*_statements(score, [score.value, score.slope], names), f"slope = {slope};", f"return {value};"],
             ),
+            *_slopes(score, gradients, names),
             "};",
             "",
         ]
@@ -50,9 +54,28 @@ def _array(x: Any) -> dict[str, object]:
     return {"dtype": f"coda::DType::{TABLE[np.dtype(x.dtype).name].cuda}", **has}
 
 
-def _function(parameter: str, lines: Sequence[str]) -> list[str]:
+def _gradient(score: Score, array: int) -> dict[str, object]:
+    own: dict[str, object] = {"array": array}
+    return own | ({"of_product": True} if score.is_slope_of_product(array) else {})
+
+
+def _function(parameter: str, lines: Sequence[str], name: str = "float value") -> list[str]:
     given = f"float product, int row, int column, const coda::Word* operand{parameter}"
-    return [f"  CODA_DEVICE static float value({given}) {{", *(f"    {line}" for line in lines), "  }"]
+    return [f"  CODA_DEVICE static {name}({given}) {{", *(f"    {line}" for line in lines), "  }"]
+
+
+def _slopes(score: Score, gradients: Sequence[int], names: Sequence[str]) -> list[str]:
+    if not gradients:
+        return []
+    roots = [dict(score.slopes)[array] for array in gradients]
+    entries = [[entry(_gradient(score, x)) for x in gradients]]
+    stores = [f"slope[{i}] = {names[root]};" for i, root in enumerate(roots)]
+    lines = [*_statements(score, roots, names), *stores]
+    return [
+        "",
+        *declared("coda::attention::ScoreGradient gradient[]", entries),
+        *_function(f", float (&slope)[{len(gradients)}]", lines, "void slopes"),
+    ]
 
 
 def _statements(score: Score, roots: Sequence[int], names: Sequence[str]) -> list[str]:

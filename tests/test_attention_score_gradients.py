@@ -1,0 +1,201 @@
+"""Gradients of what a score reads, from attention's backward kernel on the host: values against float64, and bits."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Fault, Kernel, Mask, Schedule, bits, check_case, common_headers, run, scored
+from attention_scores import alibi_of_slopes, decay, distance_by_row, documents, gate, ids, normal, positions
+
+LATE_COPIES, AT_RANDOM = Schedule(1, -1, 0, 1, 0), Schedule(3, 7, 0, 0, 1)
+HEADS, QUERIES, KEYS = 4, 140, 150
+SIZES = {"queries": QUERIES, "keys": KEYS, "heads": HEADS, "groups": 2, "batch": 2}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return common_headers(tmp_path_factory.mktemp("attention"))
+
+
+def scaled_and_shifted(s, scale, slopes):
+    """A scalar, and slopes of sequences and heads."""
+    row, key = positions(s)
+    return s * scale + slopes[:, :, None, None] * jnp.sqrt(jnp.abs(row - key).astype(jnp.float32))
+
+
+def of_sequences(s, weights):
+    row, key = positions(s)
+    return s + weights[:, None, None, None] * (row - key) / 50
+
+
+def capped(s, cap):
+    return cap * jnp.tanh(s / cap)
+
+
+def by_distance(s, of_keys, of_rows):
+    """Keys that all heads share, rows that all sequences share."""
+    row, key = positions(s)
+    distance = jnp.abs(row - key).astype(jnp.float32)
+    return s - of_keys[:, None, None] * jnp.log1p(distance) + of_rows[None, :, :, None] * jnp.sin(distance)
+
+
+def of_everything(s, slopes, of_keys, of_rows, gates):
+    """One of each kind, and one by which the derivative depends on the product, beside a slope that is not 1."""
+    row, key = positions(s)
+    distance = jnp.abs(row - key).astype(jnp.float32)
+    return s * gates[:, None, None] - slopes[:, None, None] * distance + of_keys + of_rows[:, None] * jnp.cos(distance)
+
+
+SLOPES = np.array([0.1, 0.02, 0.3, 0.004], np.float32)
+CASES = {
+    "slopes of heads": (alibi_of_slopes, (SLOPES,)),
+    "scalar, slopes of sequences and heads": (scaled_and_shifted, (np.float32(0.8), normal(1, 2, HEADS))),
+    "sequences": (of_sequences, (normal(2, 2),)),
+    "gate": (gate, (normal(3, HEADS),)),
+    "cap": (capped, (np.float32(1.5),)),
+    "rows and keys": (decay, (normal(4, 2, HEADS, QUERIES), normal(5, 2, HEADS, KEYS))),
+    "rows": (distance_by_row, (normal(6, 2, HEADS, QUERIES),)),
+    "shared rows and keys": (by_distance, (normal(7, 2, KEYS), normal(8, HEADS, QUERIES))),
+    "everything": (of_everything, (SLOPES, normal(9, KEYS), normal(10, QUERIES), 1 + normal(11, HEADS) / 4)),
+}
+MADE = {name: len(operands) for name, (_, operands) in CASES.items()}
+
+
+def differentiated(name, kernel, mask, **sizes):
+    """The case of a name, of which the kernel makes all gradients."""
+    score, operands = CASES[name]
+    one = scored(kernel, mask, score, operands, differentiated=True, **SIZES | sizes)
+    assert len(one.gradients) == MADE[name]
+    return one
+
+
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("name", CASES)
+def test_kinds(folder, name, head):
+    check_case(differentiated(name, Kernel(head, head), Mask(70, 20)), folder, schedule=LATE_COPIES)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ["slopes of heads", "everything"])
+def test_splits(folder, name, dtype):
+    """Heads of queries that share a head of keys, in two blocks."""
+    one = differentiated(name, Kernel(dtype=dtype, split=True), Mask(right=0), groups=4, splits=2)
+    check_case(one, folder, schedule=AT_RANDOM)
+
+
+@pytest.mark.parametrize("name", ["slopes of heads", "cap", "rows and keys", "everything"])
+def test_in_any_order(folder, name):
+    check_case(differentiated(name, Kernel(deterministic=False), Mask()), folder, schedule=AT_RANDOM)
+
+
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("name", ["slopes of heads", "gate", "everything"])
+def test_beside_dropout_and_sinks(folder, name, head):
+    kernel = Kernel(head, head, sinks=True, dropout_rate=0.3)
+    check_case(differentiated(name, kernel, Mask(90, 0)), folder, schedule=LATE_COPIES)
+
+
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("name", ["slopes of heads", "everything"])
+def test_documents(folder, name, head):
+    """Lists of tiles; some keys are seen by none, and some rows see nothing."""
+    of = np.repeat(np.arange(4), (30, 3, 77, 30))
+    intervals = np.stack([np.searchsorted(of, of), np.minimum(np.arange(QUERIES), 120)])[None]
+    intervals[:, :, 30:33] = np.array([KEYS, -1])[:, None]
+    mask = Mask(intervals=np.broadcast_to(intervals, (2, 2, QUERIES)), exactly=False)
+    one = differentiated(name, Kernel(head, head, arrays=True), mask)
+    assert not one.seen.any(2).all() and not one.seen.any(3).all()
+    check_case(one, folder, schedule=AT_RANDOM)
+
+
+def test_beside_a_bias_and_ids(folder):
+    random = np.random.default_rng(1)
+    bias = random.standard_normal((2, 1, QUERIES, KEYS)).astype(np.float32)
+    of = {"query_ids": random.integers(0, 3, (2, QUERIES)), "key_ids": random.integers(0, 3, (2, KEYS))}
+    intervals = np.broadcast_to(np.array([[0], [KEYS - 1]]), (2, 2, QUERIES))
+    kernel, mask = Kernel(arrays=True, ids=True, bias=True), Mask(intervals=intervals, bias=bias, **of)
+    check_case(differentiated("everything", kernel, mask), folder)
+
+
+def hiding():
+    """A derivative is no number for some pairs that are hidden."""
+
+    def score(s, of_heads, ids, key_ids, least=-jnp.inf):
+        row, key = positions(s)
+        root = jnp.sqrt(jnp.maximum((row - key + 1).astype(jnp.float32), least))
+        return documents(s + of_heads[:, None, None] * root, ids, key_ids)
+
+    given = normal(0, HEADS), ids(2, 2, QUERIES), ids(3, 2, KEYS)
+    everything = np.broadcast_to(np.array([[0], [KEYS - 1]]), (2, 2, QUERIES))
+    kernel, mask = Kernel(arrays=True), Mask(intervals=everything, exactly=False)
+    one = scored(kernel, mask, score, given, differentiated=True, **SIZES)
+    assert one.gradients and not one.seen.all()
+    return dataclasses.replace(one, score=functools.partial(score, least=0))  # of the reference
+
+
+def test_a_derivative_that_is_no_number_where_a_key_is_hidden(folder):
+    check_case(hiding(), folder)
+
+
+@pytest.mark.parametrize("head", [64, 256])
+def test_no_schedule_changes_a_bit(folder, head):
+    score, (slopes, _, _, gates) = CASES["everything"]
+    operands, sizes = (slopes, normal(9, 260), normal(10, 260), gates), {"queries": 260, "keys": 260, "batch": 1}
+    one = scored(Kernel(head, head), Mask(right=0), score, operands, differentiated=True, **SIZES | sizes)
+    first = run(one, folder, schedule=Schedule(1, 0, 0, 0, 1))
+    for schedule in (LATE_COPIES, Schedule(3, -1, 0, 1, 0), AT_RANDOM):
+        for name, x in run(one, folder, schedule=schedule).items():
+            np.testing.assert_array_equal(bits(x), bits(first[name]), err_msg=name)
+
+
+def test_the_others_keep_their_bits(folder):
+    """y, lse, dq, dk and dv with gradients of operands and without."""
+    one = differentiated("everything", Kernel(), Mask(right=0))
+    plain = scored(Kernel(), Mask(right=0), *CASES["everything"], **SIZES)
+    assert one.gradients and not plain.gradients
+    of_all = run(one, folder)
+    for name, x in run(plain, folder).items():
+        np.testing.assert_array_equal(bits(x), bits(of_all[name]), err_msg=name)
+
+
+PLANTED = {  # a Fault in the sums, or in the kernel; a case that finds it
+    "heads_share_a_sum": (
+        Fault("scores", "(head * key_tiles + key_tile) * warps + warp", "key_tile * warps + warp"),
+        lambda: differentiated("slopes of heads", Kernel(), Mask()),
+    ),
+    "a_lane_for_all": (
+        Fault("scores", "own[0] = combine_lanes<Op::sum, 31>(own[0]);", ""),
+        lambda: differentiated("slopes of heads", Kernel(), Mask()),
+    ),
+    "keys_of_a_lane": (
+        Fault("scores", "own[0] = combine_lanes<Op::sum, 1 | 2>(own[0])", "own[0] = own[0]"),
+        lambda: differentiated("rows and keys", Kernel(), Mask()),
+    ),
+    "rows_of_another_lane": (
+        Fault("scores", "lane / 4 % 2 * 4 + lane / 8 % 2 * 2", "lane / 4 % 2 * 2 + lane / 8 % 2 * 4"),
+        lambda: differentiated("rows", Kernel(), Mask()),
+    ),
+    "slope_where_nothing_is_seen": (Fault("scores", "else if (ds != 0)", "else"), hiding),
+    "both_consumers_add": (
+        Fault("scores", "adds && lane == 0", "lane == 0"),
+        lambda: differentiated("slopes of heads", Kernel(256, 256), Mask()),
+    ),
+    "product_of_another_pair": (
+        Fault("backward_sm90", "(g.value)][i / 2], c)", "(g.value)][i / 2], 0)"),
+        lambda: differentiated("gate", Kernel(), Mask()),
+    ),
+    "probability_with_its_sign": (
+        Fault("backward_sm90", "if constexpr (Config::has_dropout) probability = fabsf(probability);", ""),
+        lambda: differentiated("everything", Kernel(dropout_rate=0.3), Mask()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(folder, name):
+    fault, case = PLANTED[name]
+    with pytest.raises(AssertionError, match=r"gradient_\d: .* (wrong|not finite)|something wrote beside gradient"):
+        check_case(case(), folder, fault=fault)
