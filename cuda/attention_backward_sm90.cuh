@@ -573,8 +573,7 @@ struct Backward {
   }
 
   /// Products become probabilities of their scores, also packed in w. Where the score's derivative is not 1, s, or dw
-  /// packed, has their products with it; p_slope has those with its derivatives by arrays that depend on the product,
-  /// of a range that float16 has not.
+  /// packed, has their products with it; p_slope has those with its derivatives by arrays that depend on the product.
   __device__ __forceinline__ void probabilities_of_scores(float (&s)[registers], uint32 (&w)[words],
                                                           uint32 (&dw)[words], PSlope& p_slope, int head, int row,
                                                           int my_key, const ScoreWords<Score> (&of_keys)[2],
@@ -613,8 +612,7 @@ struct Backward {
         w[i / 2] = packed<input>(probability[0], probability[1]);
         if constexpr (!Score::unit_slope && queries == 128) dw[i / 2] = packed<input>(s[i], s[i + 1]);
         if constexpr (of_product > 0)
-          over_products(
-              [&](auto, int at) { p_slope[at][i / 2] = packed<DType::bf16>(products[at][0], products[at][1]); });
+          over_products([&](auto, int at) { p_slope[at][i / 2] = packed_ds(products[at][0], products[at][1]); });
       }
     }
   }
@@ -641,9 +639,8 @@ struct Backward {
       words.template load<&ScoreArray::queries, true>(p, batch, head, query, my_key + 8 * r);
       float slopes[Score::gradients];
       Score::slopes(0, query, my_key + 8 * r, words.word, slopes);
-      sums.add(j, r, c, probability * of_p, of_p, slopes, [&](auto g) {
-        return widened_half<DType::bf16>(p_slope[gradients_of_product<Score>(g.value)][i / 2], c);
-      });
+      sums.add(j, r, c, probability * of_p, of_p, slopes,
+               [&](auto g) { return widened_half<input>(p_slope[gradients_of_product<Score>(g.value)][i / 2], c); });
     }
   }
   template <bool has_queries>

@@ -88,6 +88,51 @@ def scores(batch, heads, queries, keys):
 SCORES = scores(B, N, T, S)
 
 
+def scaled_and_shifted(s, scale, slopes):
+    """A scalar, and slopes of sequences and heads."""
+    row, key = positions(s)
+    return s * scale + slopes[:, :, None, None] * jnp.sqrt(jnp.abs(row - key).astype(jnp.float32))
+
+
+def of_sequences(s, weights):
+    row, key = positions(s)
+    return s + weights[:, None, None, None] * (row - key) / 50
+
+
+def capped(s, cap):
+    return cap * jnp.tanh(s / cap)
+
+
+def by_distance(s, of_keys, of_rows):
+    """Keys that all heads share, rows that all sequences share."""
+    row, key = positions(s)
+    distance = jnp.abs(row - key).astype(jnp.float32)
+    return s - of_keys[:, None, None] * jnp.log1p(distance) + of_rows[None, :, :, None] * jnp.sin(distance)
+
+
+def of_everything(s, slopes, of_keys, of_rows, gates):
+    """One of each kind, and one by which the derivative depends on the product, beside a slope that is not 1."""
+    row, key = positions(s)
+    distance = jnp.abs(row - key).astype(jnp.float32)
+    return s * gates[:, None, None] - slopes[:, None, None] * distance + of_keys + of_rows[:, None] * jnp.cos(distance)
+
+
+def learned(batch, heads, queries, keys):
+    """Functions with operands of each kind of which the backward kernel makes the gradients, by name."""
+    slopes = np.exp2(-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
+    return {
+        "slopes of heads": (alibi_of_slopes, (slopes,)),
+        "scalar, slopes of sequences and heads": (scaled_and_shifted, (np.float32(0.8), normal(1, batch, heads))),
+        "sequences": (of_sequences, (normal(2, batch),)),
+        "gate": (gate, (normal(3, heads),)),
+        "cap": (capped, (np.float32(1.5),)),
+        "rows and keys": (decay, (normal(4, batch, heads, queries), normal(5, batch, heads, keys))),
+        "rows": (distance_by_row, (normal(6, batch, heads, queries),)),
+        "shared rows and keys": (by_distance, (normal(7, batch, keys), normal(8, heads, queries))),
+        "everything": (of_everything, (slopes, normal(9, keys), normal(10, queries), 1 + normal(11, heads) / 4)),
+    }
+
+
 def is_float(x):
     return jnp.issubdtype(x.dtype, jnp.floating)
 
@@ -107,6 +152,39 @@ def dense(q, k, v, score, operands, seen=True):
     e = jnp.where(is_seen, jnp.exp(s - jnp.max(jnp.where(is_seen, s, -1e30), axis=-1, keepdims=True)), 0)
     total = jnp.sum(e, axis=-1, keepdims=True)
     return jnp.einsum("bhts,bshd->bthd", e / jnp.where(total == 0, 1, total), v)
+
+
+def errors_of_rounding(q, k, v, dy, score, operands, unit, seen=True):
+    """For each operand of a floating dtype the norm by which its gradient errs, of 8 draws of roundings the most.
+
+    It is a sum whose terms cancel, of few numbers.
+    """
+    with jax.enable_x64(True):
+        q, k, v, dy = (jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, dy))
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        given = [jnp.asarray(np.asarray(x, np.float64) if is_float(x) else x) for x in operands]
+        places = [i for i, x in enumerate(given) if is_float(x)]
+        products = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+
+        def of_operands(*differentiated):
+            of = dict(enumerate(given)) | dict(zip(places, differentiated, strict=True))
+            return score(products, *(of[i] for i in range(len(given))))
+
+        s, pullback = jax.vjp(of_operands, *(given[i] for i in places))
+        is_seen = jnp.broadcast_to(seen, s.shape) & (s > HIDDEN)
+        p = jnp.where(is_seen, jax.nn.softmax(jnp.where(is_seen, s, -1e30)), 0)
+        dp = jnp.einsum("bthd,bshd->bhts", dy, v)
+
+        def gradients(p_error, y_error):
+            y = jnp.einsum("bhts,bshd->bthd", p, v) * (1 + y_error)
+            ds = p * (1 + p_error) * (dp - jnp.einsum("bthd,bthd->bht", y, dy)[..., None])
+            return pullback(ds)
+
+        exact, random = gradients(0, 0), np.random.default_rng(0)
+        draws = [gradients(*(unit * (random.random(x.shape) - 0.5) for x in (s, dy))) for _ in range(8)]
+        return [
+            max(float(jnp.linalg.norm((a - b).ravel())) for a in each) for b, *each in zip(exact, *draws, strict=True)
+        ]
 
 
 def exactly(q, k, v, dy, score, operands, seen=True):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Fault, Kernel, Mask, Schedule, bits, check_case, common_headers, run, scored
-from attention_scores import alibi_of_slopes, decay, distance_by_row, documents, gate, ids, normal, positions
+from attention_scores import documents, ids, learned, normal, positions
 
 LATE_COPIES, AT_RANDOM = Schedule(1, -1, 0, 1, 0), Schedule(3, 7, 0, 0, 1)
 HEADS, QUERIES, KEYS = 4, 140, 150
@@ -19,47 +19,7 @@ def folder(tmp_path_factory):
     return common_headers(tmp_path_factory.mktemp("attention"))
 
 
-def scaled_and_shifted(s, scale, slopes):
-    """A scalar, and slopes of sequences and heads."""
-    row, key = positions(s)
-    return s * scale + slopes[:, :, None, None] * jnp.sqrt(jnp.abs(row - key).astype(jnp.float32))
-
-
-def of_sequences(s, weights):
-    row, key = positions(s)
-    return s + weights[:, None, None, None] * (row - key) / 50
-
-
-def capped(s, cap):
-    return cap * jnp.tanh(s / cap)
-
-
-def by_distance(s, of_keys, of_rows):
-    """Keys that all heads share, rows that all sequences share."""
-    row, key = positions(s)
-    distance = jnp.abs(row - key).astype(jnp.float32)
-    return s - of_keys[:, None, None] * jnp.log1p(distance) + of_rows[None, :, :, None] * jnp.sin(distance)
-
-
-def of_everything(s, slopes, of_keys, of_rows, gates):
-    """One of each kind, and one by which the derivative depends on the product, beside a slope that is not 1."""
-    row, key = positions(s)
-    distance = jnp.abs(row - key).astype(jnp.float32)
-    return s * gates[:, None, None] - slopes[:, None, None] * distance + of_keys + of_rows[:, None] * jnp.cos(distance)
-
-
-SLOPES = np.array([0.1, 0.02, 0.3, 0.004], np.float32)
-CASES = {
-    "slopes of heads": (alibi_of_slopes, (SLOPES,)),
-    "scalar, slopes of sequences and heads": (scaled_and_shifted, (np.float32(0.8), normal(1, 2, HEADS))),
-    "sequences": (of_sequences, (normal(2, 2),)),
-    "gate": (gate, (normal(3, HEADS),)),
-    "cap": (capped, (np.float32(1.5),)),
-    "rows and keys": (decay, (normal(4, 2, HEADS, QUERIES), normal(5, 2, HEADS, KEYS))),
-    "rows": (distance_by_row, (normal(6, 2, HEADS, QUERIES),)),
-    "shared rows and keys": (by_distance, (normal(7, 2, KEYS), normal(8, HEADS, QUERIES))),
-    "everything": (of_everything, (SLOPES, normal(9, KEYS), normal(10, QUERIES), 1 + normal(11, HEADS) / 4)),
-}
+CASES = learned(2, HEADS, QUERIES, KEYS)
 MADE = {name: len(operands) for name, (_, operands) in CASES.items()}
 
 
@@ -142,9 +102,9 @@ def test_a_derivative_that_is_no_number_where_a_key_is_hidden(folder):
 
 @pytest.mark.parametrize("head", [64, 256])
 def test_no_schedule_changes_a_bit(folder, head):
-    score, (slopes, _, _, gates) = CASES["everything"]
-    operands, sizes = (slopes, normal(9, 260), normal(10, 260), gates), {"queries": 260, "keys": 260, "batch": 1}
-    one = scored(Kernel(head, head), Mask(right=0), score, operands, differentiated=True, **SIZES | sizes)
+    score, operands = learned(1, HEADS, 260, 260)["everything"]
+    sizes = SIZES | {"queries": 260, "keys": 260, "batch": 1}
+    one = scored(Kernel(head, head), Mask(right=0), score, operands, differentiated=True, **sizes)
     first = run(one, folder, schedule=Schedule(1, 0, 0, 0, 1))
     for schedule in (LATE_COPIES, Schedule(3, -1, 0, 1, 0), AT_RANDOM):
         for name, x in run(one, folder, schedule=schedule).items():

@@ -18,7 +18,7 @@ from coda_jax.lowering import cuda, kernel
 from coda_jax.tiles.config import TILES
 from tests import block_cases
 from tests.attention_cases import EPILOGUES
-from tests.attention_scores import scores
+from tests.attention_scores import is_float, learned, scores
 from tests.gpu import test_attention, test_blocks, test_fp8_results
 from tests.gpu.poisoned import inline_headers
 
@@ -118,10 +118,14 @@ def run_attention(name: str, widths: tuple[int, int], **options: Any) -> None:
         for i, (heads, width) in enumerate(((4, widths[0]), (2, widths[0]), (2, widths[1])))
     )
 
-    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(coda.attention(q, k, v, implementation="cuda", **options).astype(jnp.float32))
+    operands = tuple(map(jnp.asarray, options.pop("operands", ())))
 
-    jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v))
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, *operands: jax.Array) -> jax.Array:
+        y = coda.attention(q, k, v, implementation="cuda", operands=operands, **options)
+        return jnp.sum(y.astype(jnp.float32))
+
+    places = (0, 1, 2, *(3 + i for i, x in enumerate(operands) if is_float(x)))
+    jax.block_until_ready(jax.jit(jax.grad(loss, places))(q, k, v, *operands))
     print("attention", name, widths, "ran", flush=True)
 
 
@@ -173,8 +177,8 @@ def run_attentions() -> None:
 def run_attentions_with_more() -> None:
     """Attention's kernels with score functions, sinks, dropout and maps of y."""
     let_all_lanes_arrive()
-    functions = scores(1, 4, 300, 300)
-    for name in ("soft cap", "ALiBi with slopes", "documents"):
+    functions = scores(1, 4, 300, 300) | learned(1, 4, 300, 300)
+    for name in ("soft cap", "ALiBi with slopes", "documents", "everything"):
         score, operands = functions[name]
         for width in (64, 256):
             run_attention(f"with score {name}", (width, width), is_causal=True, score=score, operands=operands)

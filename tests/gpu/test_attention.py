@@ -11,7 +11,7 @@ import coda_jax as coda
 from coda_jax.attend.primitive import attention_forward_p
 from coda_jax.attend.spec import AttentionSpec, MaskSpec
 from tests.attention_cases import EPILOGUES, results_of
-from tests.attention_scores import exactly, is_float, scores
+from tests.attention_scores import errors_of_rounding, exactly, is_float, learned, scores
 from tests.gpu.poisoned import poisoned_launches
 from tests.test_attention import dense
 
@@ -330,18 +330,53 @@ def of_score(given, score, operands, implementation, **options):
 @pytest.mark.parametrize("name", scores(1, 1, 1, 1))
 def test_scores(name, width):
     """No result is further from float64's than twice XLA's form and a rounding; the tanh of a kernel has 11 bits."""
-    given = problem(15, 2, 500, 430, 4, 2, width)[:4]
-    score, operands = scores(2, 4, 500, 430)[name]
-    exact = exactly(*given, score, operands)
-    ours, plain = (of_score(given, score, operands, form) for form in ("cuda", "xla"))
-    for got, rough, one in zip(ours, plain, exact, strict=True):
-        error, allowed = distance(got, one), 2 * distance(rough, one) + float(jnp.finfo(BF16).eps) / 8
-        assert error <= allowed, f"{error:.2e}, allowed {allowed:.2e}"
+    check_score(problem(15, 2, 500, 430, 4, 2, width)[:4], *scores(2, 4, 500, 430)[name])
 
 
-@pytest.mark.parametrize("name", ["soft cap", "ALiBi with slopes", "documents"])
+def check_score(given, score, operands, seen=True, **options):
+    exact, unit = exactly(*given, score, operands, seen), float(jnp.finfo(given[0].dtype).eps)
+    ours, plain = (of_score(given, score, operands, form, **options) for form in ("cuda", "xla"))
+    of_operands = errors_of_rounding(*given, score, operands, unit, seen)
+    for i, (got, rough, one) in enumerate(zip(ours, plain, exact, strict=True)):
+        drawn = of_operands[i - 4] / max(np.linalg.norm(one), 1e-6) if i >= 4 else 0
+        error, allowed = distance(got, one), 2 * max(distance(rough, one), drawn) + unit / 8
+        assert error <= allowed, f"result {i}: {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", learned(1, 1, 1, 1))
+def test_gradients_of_operands(name, width):
+    """Two blocks share the heads of queries of a head of keys; a block of keys has several tiles of queries."""
+    seen = np.tri(500, 430, dtype=bool)
+    check_score(problem(15, 2, 500, 430, 8, 2, width)[:4], *learned(2, 8, 500, 430)[name], seen, is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["slopes of heads", "everything"])
+@pytest.mark.parametrize("kind", ["documents", "any order", "float16", "many"])
+def test_gradients_of_operands_in_other_kernels(name, kind):
+    length, heads, dtype, seen, options = 500, 4, BF16, True, {}
+    if kind == "documents":
+        ids = lengths_of("random", np.random.default_rng(0), length)[None].repeat(2, 0)
+        seen = np.tri(length, dtype=bool) & (ids[:, None, :, None] == ids[:, None, None])
+        options = {"is_causal": True, "segment_ids": jnp.asarray(ids, jnp.int32)}
+    elif kind == "any order":
+        options = {"config": coda.AttentionConfig(deterministic=False)}
+    elif kind == "float16":
+        dtype = jnp.float16
+    else:
+        length, heads = 900, 16
+    check_score(
+        problem(17, 2, length, length, heads, 4, 64, dtype=dtype)[:4],
+        *learned(2, heads, length, length)[name],
+        seen,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", [*("soft cap", "ALiBi with slopes", "documents"), *learned(1, 1, 1, 1)])
 def test_bits_of_scores(name):
-    given, (score, operands) = problem(16, 2, 1500, 1500, 8, 2, 64)[:4], scores(2, 8, 1500, 1500)[name]
+    given = problem(16, 2, 1500, 1500, 8, 2, 64)[:4]
+    score, operands = (scores(2, 8, 1500, 1500) | learned(2, 8, 1500, 1500))[name]
     first = of_score(given, score, operands, "cuda", is_causal=True)
     for _ in range(100):
         for got, one in zip(of_score(given, score, operands, "cuda", is_causal=True), first, strict=True):
