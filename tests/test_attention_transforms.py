@@ -381,3 +381,40 @@ def test_automatic_meshes():
     sharding = NamedSharding(mesh_of(AxisType.Auto), P("data", None, "tensor"))
     given = (jax.device_put(x, sharding) for x in (Q, KEY, V))
     assert_equal(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*given, BIAS), gradients())
+
+
+def decay(s, slopes, of_rows):
+    row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+    return s - slopes[:, None, None] * jnp.abs(row - key) + of_rows[..., None] * jnp.cos(key / 3)
+
+
+def decayed(q, k, v, dy, *operands):
+    return jnp.sum(coda.attention(q, k, v, is_causal=True, score=decay, operands=operands) * dy)
+
+
+@pytest.mark.parametrize("kind", ["checked", "unchecked", "explicit"])
+def test_operands_of_a_score_over_a_mesh(kind):
+    """What devices share has the sum of their gradients; vmap's axis may be over one of the mesh."""
+    slopes, of_rows = normal(1, N), normal(2, B, N, T)
+    given = Q, KEY, V, DY, slopes, of_rows
+    expected = jax.jit(jax.grad(decayed, (0, 1, 4, 5)))(*given)
+    spec = P("data", None, "tensor")
+    specs = spec, spec, spec, spec, P("tensor"), P("data", "tensor")
+    if kind == "explicit":
+        with jax.set_mesh(mesh_of(AxisType.Explicit)):
+            placed = [jax.device_put(x, of) for x, of in zip(given, specs, strict=True)]
+            got = jax.device_get(jax.jit(jax.grad(decayed, (0, 1, 4, 5)))(*placed))
+            each = [jax.device_put(x[:, None], of) for x, of in zip(given[:4], [P("data")] * 4, strict=True)]
+            each.append(jax.device_put(of_rows[:, None], P("data")))
+
+            def total(q, k, v, dy, of_rows, slopes):
+                axes = (0, 0, 0, 0, None, 0)
+                return jnp.sum(jax.vmap(decayed, axes)(q, k, v, dy, slopes, of_rows))
+
+            by_vmap = jax.device_get(jax.jit(jax.grad(total, (0, 1, 5, 4)))(*each, slopes))
+        assert_equal([x if x.ndim == 1 else x[:, 0] for x in by_vmap], expected)
+    else:
+        over = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=P())
+        total = over(lambda *x: jax.lax.psum(decayed(*x), ("data", "tensor")), check_vma=kind == "checked")
+        got = jax.jit(jax.grad(total, (0, 1, 4, 5)))(*given)
+    assert_equal(got, expected)
