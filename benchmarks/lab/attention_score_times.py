@@ -62,6 +62,10 @@ FORMS: dict[str, Callable[[Size], Options]] = {
     "documents": lambda size: {"segment_ids": _documents(size)},
     "ALiBi": lambda size: {"score": alibi},
     "ALiBi, learned slopes": lambda size: {"score": attention_scores.alibi_of_slopes, "operands": (_slopes(size),)},
+    "decay, learned gates": lambda size: {
+        "score": attention_scores.decay,
+        "operands": (jnp.zeros((size.batch, size.heads, size.length)),),
+    },
     "tanh gate": lambda size: {"score": attention_scores.gate, "operands": (jnp.ones(size.heads),)},
     "sinks": lambda size: {"sinks": jnp.zeros(size.heads)},
     "dropout": lambda size: {"dropout_key": jax.random.key(0), "dropout_rate": 0.1},
