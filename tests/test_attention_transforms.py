@@ -394,7 +394,7 @@ def decayed(q, k, v, dy, *operands):
 
 @pytest.mark.parametrize("kind", ["checked", "unchecked", "explicit"])
 def test_operands_of_a_score_over_a_mesh(kind):
-    """What devices share has the sum of their gradients; vmap's axis may be over one of the mesh."""
+    """Operands that devices share have the sum of their gradients; the axis of vmap may be over one of the mesh."""
     slopes, of_rows = normal(1, N), normal(2, B, N, T)
     given = Q, KEY, V, DY, slopes, of_rows
     expected = jax.jit(jax.grad(decayed, (0, 1, 4, 5)))(*given)

@@ -150,7 +150,7 @@ class AttentionSpec:
         return arrays[3 + len(self.mask.fields) : self.count]
 
     def gradient_arrays(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Those of a primitive's arrays of which the backward pass gives the gradients beside q, k, v and sinks."""
+        """The score's of a primitive's arrays of which the backward pass gives the gradients."""
         of_score = self.score_arrays(arrays)
         return [of_score[number] for number in self.gradients]
 
