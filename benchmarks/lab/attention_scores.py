@@ -122,7 +122,7 @@ def sources(function: Function | None, width: int) -> dict[str, str]:
         kernel.forward(q, k, k, *read, spec=spec)
         backward = (q, k, k, *read, q, lse, q, lse)
         if score is not None and (gradients := score.sums_of_kernel([x.shape for x in read])):
-            kernel.backward(*backward, spec=dataclasses.replace(spec, gradients=gradients))
+            kernel.backward(*backward, spec=dataclasses.replace(spec, score_gradients=gradients))
             found[WITH_GRADIENTS] = found[KERNELS[1]]
         kernel.backward(*backward, spec=spec)
 

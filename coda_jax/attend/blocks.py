@@ -156,7 +156,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
         dq_pieces.append(dq)
     dk, dv = (total.transpose(0, 2, 1, 3).astype(x.dtype) for total, x in zip(totals, (k, v), strict=True))
     of_sinks = [again.delta] if spec.mask.has_sinks else []
-    of_score = score_cotangents(*arrays, spec=spec, on_cpu=on_cpu) if spec.gradients else []
+    of_score = score_cotangents(*arrays, spec=spec, on_cpu=on_cpu) if spec.score_gradients else []
     return [_from_heads(problem.joined(dq_pieces)), dk, dv, *of_sinks, *of_score]
 
 
@@ -173,10 +173,10 @@ def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> li
 def score_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """The gradients of the score's arrays that the spec names, with their types, from what `backward` takes."""
     assert spec.score is not None
-    slopes = [dict(spec.score.slopes)[number] for number in spec.gradients]
+    slopes = [dict(spec.score.slopes)[number] for number in spec.score_gradients]
 
     def by_heads(problem: _Problem) -> list[jax.Array]:
-        return [problem.operands[number] for number in spec.gradients]
+        return [problem.operands[number] for number in spec.score_gradients]
 
     def terms(at: _Block, again: _Again) -> list[jax.Array]:
         ds = again(at)[1]

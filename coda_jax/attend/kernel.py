@@ -287,7 +287,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         "coda::attention::BackwardParams<Config>",
         384,
         members | {"shared_bytes": shared_bytes},
-        _score_text(arrays, spec, spec.gradients),
+        _score_text(arrays, spec, spec.score_gradients),
         _dropout_text(spec),
     )
     call = ffi.LaunchCall(

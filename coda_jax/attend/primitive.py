@@ -4,7 +4,7 @@
         the results -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32, the results; y not where
         `Results.keeps_y` is False
     attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T)
-        -> dq, dk, dv, with sinks also delta (B, H, T) float32, the gradients of `AttentionSpec.gradients`
+        -> dq, dk, dv, with sinks also delta (B, H, T) float32, the gradients of `AttentionSpec.score_gradients`
 
 K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing y is 0, and lse is -inf, or
 its sink. delta is rowsum(dy y) - dlse, of which sinks have their gradient. The mask's arrays are those of `MaskArrays`,
@@ -185,10 +185,10 @@ class _OfGradients(Backward):
         self.spec = spec
 
     def __call__(self, arrays: Any, cotangents: Any) -> tuple[Any, ...]:
-        first = len(cotangents) - len(self.spec.gradients)
-        of_score = dict(zip(self.spec.gradients, cotangents[first:], strict=True))
+        first = len(cotangents) - len(self.spec.score_gradients)
+        of_score = dict(zip(self.spec.score_gradients, cotangents[first:], strict=True))
         read = {number: x for number, x in of_score.items() if x is not None}
-        spec = dataclasses.replace(self.spec, gradients=tuple(read))
+        spec = dataclasses.replace(self.spec, score_gradients=tuple(read))
         types = _backward_types(*map(jax.typeof, arrays), spec=spec)
         each = zip((*cotangents[:first], *read.values()), types, strict=True)
         cotangents = tuple(ad.instantiate_zeros(ad.Zero(of)) if x is None else x for x, of in each)
@@ -237,7 +237,7 @@ def _differentiated(spec: AttentionSpec) -> list[tuple[Callable[..., Any], tuple
     found: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
     if spec.mask.has_bias:
         found.append((blocks.bias_cotangents, (spec.mask_arrays(places).bias,)))
-    if spec.gradients:
+    if spec.score_gradients:
         found.append((blocks.score_cotangents, tuple(spec.gradient_arrays(places))))
     return found
 
@@ -248,7 +248,7 @@ def _with_gradients(arrays: Sequence[jax.Array], spec: AttentionSpec) -> tuple[A
         return spec, spec
     in_kernel = spec.score.sums_of_kernel([x.shape for x in spec.score_arrays(arrays)])
     others = tuple(array for array, _ in spec.score.slopes if array not in in_kernel)
-    return dataclasses.replace(spec, gradients=in_kernel), dataclasses.replace(spec, gradients=others)
+    return dataclasses.replace(spec, score_gradients=in_kernel), dataclasses.replace(spec, score_gradients=others)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "on_cpu", "form", "places"))
@@ -333,7 +333,7 @@ def _batch(
     places = range(len(arrays))
     of_mask, of_score, gradients = spec.mask_arrays(places), spec.score_arrays(places), spec.gradient_arrays(places)
     may_be_one = {of_mask.mask, of_mask.bias, of_mask.sinks, *of_score} - {*gradients}
-    merged, sums = [], [False] * len(spec.gradients)
+    merged, sums = [], [False] * len(spec.score_gradients)
     for i, (x, dim) in enumerate(each):
         if dim is None and i in may_be_one and same_size(x.shape[0], 1):
             merged.append(x)  # one for all
@@ -418,12 +418,12 @@ def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any
     if not any(used):
         return [False] * len(equation.invars), None
     spec: AttentionSpec = equation.params["spec"]
-    first = len(used) - len(spec.gradients)
-    kept = tuple(number for number, is_used in zip(spec.gradients, used[first:], strict=True) if is_used)
-    if kept != spec.gradients:
+    first = len(used) - len(spec.score_gradients)
+    kept = tuple(number for number, is_used in zip(spec.score_gradients, used[first:], strict=True) if is_used)
+    if kept != spec.score_gradients:
         each = enumerate(zip(equation.outvars, used, strict=True))
         outputs = [x for i, (x, is_used) in each if is_used or i < first]
-        equation = equation.replace(outvars=outputs, params={"spec": dataclasses.replace(spec, gradients=kept)})
+        equation = equation.replace(outvars=outputs, params={"spec": dataclasses.replace(spec, score_gradients=kept)})
     return [True] * len(equation.invars), equation
 
 

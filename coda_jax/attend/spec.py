@@ -114,7 +114,7 @@ class AttentionSpec:
       score: the function of scores; None for the identity. It comes before the bias.
       site: the user's line, for messages.
       results: what the forward pass makes of y; None for nothing.
-      gradients: the numbers of the score's arrays of which the backward pass gives the gradients, too.
+      score_gradients: the numbers of the score's arrays of which the backward pass gives the gradients, too.
     """
 
     mask: MaskSpec
@@ -124,7 +124,7 @@ class AttentionSpec:
     score: Score | None = None
     site: CallSite = _NOWHERE
     results: Results | None = None
-    gradients: tuple[int, ...] = ()
+    score_gradients: tuple[int, ...] = ()
 
     @property
     def plain(self) -> AttentionSpec:
@@ -152,10 +152,10 @@ class AttentionSpec:
     def gradient_arrays(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """The score's of a primitive's arrays of which the backward pass gives the gradients."""
         of_score = self.score_arrays(arrays)
-        return [of_score[number] for number in self.gradients]
+        return [of_score[number] for number in self.score_gradients]
 
     def __str__(self) -> str:  # in a printed jaxpr
-        empty = [name for name in ("results", "gradients") if not getattr(self, name)]
+        empty = [name for name in ("results", "score_gradients") if not getattr(self, name)]
         hidden = ("site", *empty)
         names = [field.name for field in dataclasses.fields(self) if field.name not in hidden]
         return f"({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
