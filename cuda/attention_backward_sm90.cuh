@@ -21,9 +21,33 @@
 #pragma once
 
 #include "attention_masks.cuh"
+#include "attention_results.cuh"
 #include "attention_scores.cuh"
 
 namespace coda::attention {
+
+/// Whether results are made of dq, dk and dv in their place. Config has those of keys and of values, OfKeys and
+/// OfValues.
+template <class Config>
+constexpr bool makes_results = requires { typename Config::OfKeys; };
+
+template <class Config>
+CODA_CONSTEXPR int key_pointers() {
+  if constexpr (makes_results<Config>) {
+    return Config::OfKeys::result_pointers;
+  } else {
+    return 0;
+  }
+}
+
+template <class Config>
+CODA_CONSTEXPR int value_pointers() {
+  if constexpr (makes_results<Config>) {
+    return Config::OfValues::result_pointers;
+  } else {
+    return 0;
+  }
+}
 
 template <class Config>
 struct BackwardParams {
@@ -37,6 +61,8 @@ struct BackwardParams {
   int* turns;     // (batch, heads, tiles of queries), zeros
   [[no_unique_address]] ScorePointers<ScoreOf<Config>::Type::arrays> score;
   [[no_unique_address]] GradientPointers<ScoreOf<Config>::Type::gradients> gradient;
+  [[no_unique_address]] Pointers<key_pointers<Config>(), 0> of_keys;  // in the place of dk and dv
+  [[no_unique_address]] Pointers<value_pointers<Config>(), 1> of_values;
   int batch, queries, keys, heads, key_heads;
   Broadcast dense, bias;
   int left, right;  // of a band
@@ -547,9 +573,30 @@ struct Backward {
       if (++head == end_head) head = first_head;
       at.advance();
     }
-    store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
-    store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split,
-                              Config::kept_factor);
+    if constexpr (makes_results<Config>) {
+      static_assert(!is_wide && !Config::is_split, "a thread has whole heads of dk and dv");
+      store_results<typename Config::OfKeys, Config::head>(p.of_keys, dk, consumer, p.heads * Config::head, p.scale);
+      store_results<typename Config::OfValues, Config::value_head>(
+          p.of_values, dv, consumer, (p.heads + p.key_heads) * Config::head, Config::kept_factor);
+    } else {
+      store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
+      store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split,
+                                Config::kept_factor);
+    }
+  }
+
+  /// What is made of dk or dv, which are columns `first` and on of those that dq, dk and dv have together.
+  template <class Of, int width, class Arrays, int count>
+  __device__ __forceinline__ void store_results(const Arrays& arrays, const float (&d)[count], int consumer, int first,
+                                                float factor) const {
+    const int warp = 4 * consumer + static_cast<int>(threadIdx.x / 32 % 4);
+    const long long tile = (static_cast<long long>(batch) * p.key_heads + key_head) * key_tiles() + key / keys;
+    JoinedPlace place;
+    place.batch = batch, place.batches = p.batch, place.row = key + 16 * warp, place.rows = p.keys;
+    place.head = key_head, place.heads = p.key_heads, place.warp = tile * (keys / 16) + warp;
+    place.column = first + key_head * width;
+    place.columns = (p.heads + p.key_heads) * Config::head + p.key_heads * Config::value_head;
+    Results<Of, input, width, count>::store(arrays, place, [&](int i) { return rounded_half<input>(d[i] * factor); });
   }
 
   /// Probabilities that are dropped become negative: sign(i, the sign bit of probability i).

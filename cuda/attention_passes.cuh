@@ -1,7 +1,9 @@
-// The passes over activations before and after the backward kernel: statistics of rows, and dq in rows.
+// The passes over activations before and after the backward kernel: statistics of rows, and dq in rows or what is made
+// of it.
 #pragma once
 
 #include "attention_masks.cuh"
+#include "attention_results.cuh"
 
 namespace coda::attention {
 
@@ -117,6 +119,47 @@ __device__ __forceinline__ void finish_dq(const FinishParams& p) {
       return p.scale * (r == 0 ? (c == 0 ? x[j].x : x[j].y) : (c == 0 ? x[j].z : x[j].w));
     });
   }
+}
+
+template <class Config>
+struct FinishResultsParams {
+  const float* sums;
+  const int* turns;  // as those of FinishParams
+  Pointers<Config::result_pointers> results;
+  int batch, queries, heads, columns;  // columns of dq, dk and dv together
+  float scale;
+};
+
+/// What is made of dq, the first columns of those that dq, dk and dv have together. A block of 128 threads has 64 rows
+/// of a tile, and whole heads. Config: as that of Results, and those of the backward kernel.
+template <class Config>
+__device__ __forceinline__ void finish_dq_results(const FinishResultsParams<Config>& p) {
+  constexpr int dim = Config::dim, queries = Config::queries, head_width = Config::head;
+  constexpr int registers = dim / 2, part = 128 * 32, blocks = queries / 64;  // a part is a consumer's, of 64 columns
+  static_assert(dim <= 128 && queries * dim == 8192, "two parts of 64 x 64 are a tile");
+  ptx::wait_for_earlier_kernels();
+  ptx::launch_dependents();
+  const int block = blockIdx.x % blocks;
+  int i = blockIdx.x / blocks;
+  const bool is_written = p.turns == nullptr || p.turns[i] > 0;
+  const float* const from = p.sums + static_cast<long long>(i) * 2 * part + block * part;
+  const int tiles = tiles_of(p.queries, queries), tile = i % tiles, warp = threadIdx.x / 32;
+  float dq[registers];
+#pragma unroll
+  for (int j = 0; j < registers / 4; ++j) {
+    float4 x = {0, 0, 0, 0};
+    if (is_written && 8 * j < head_width)
+      x = reinterpret_cast<const float4*>(from + j / 8 * part)[j % 8 * 128 + threadIdx.x];
+    dq[4 * j] = x.x, dq[4 * j + 1] = x.y, dq[4 * j + 2] = x.z, dq[4 * j + 3] = x.w;
+  }
+  JoinedPlace place;
+  place.warp = (static_cast<long long>(i) * blocks + block) * 4 + warp;
+  i /= tiles;
+  place.head = i % p.heads, place.heads = p.heads, place.batch = i / p.heads, place.batches = p.batch;
+  place.row = tile * queries + 64 * block + 16 * warp, place.rows = p.queries;
+  place.column = place.head * head_width, place.columns = p.columns;
+  Results<Config, Config::input, head_width, registers>::store(
+      p.results, place, [&](int i) { return rounded_half<Config::input>(p.scale * dq[i]); });
 }
 
 }  // namespace coda::attention

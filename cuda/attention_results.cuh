@@ -12,19 +12,48 @@
 
 namespace coda::attention {
 
-/// The arrays beside a result: the Epilogue's scalars, for each maximum a word of each warp, and its stores in order,
-/// tiles (batch, rows, heads, width) and transposed ones (heads, width, batch, rows).
-template <int count>
+/// The arrays beside a result: the Epilogue's vectors and scalars, its reductions (a word of each warp for a maximum,
+/// of each row and head for one along rows), the tiles that it reads (batch, rows, heads, width), and its stores in
+/// order, tiles and transposed ones.
+///
+/// `which` tells those of several results apart.
+template <int count, int which = 0>
 struct Pointers {
   void* pointer[count];
 };
-template <>
-struct Pointers<0> {};
+template <int which>
+struct Pointers<0, which> {};
 
 /// A warp's fragment: its sequence of `batches`, the first of its rows, its head, and its number among all that store.
 struct FragmentPlace {
   int batch, batches, row, rows, head, heads;
   long long warp;
+
+  /// Where a row's columns of the head are in a tile (batch, rows, heads, width), and where a column of the head is in
+  /// a transposed one (heads, width, batch, rows).
+  template <int width>
+  __device__ __forceinline__ long long in_rows(int of_row) const {
+    return ((static_cast<long long>(batch) * rows + of_row) * heads + head) * width;
+  }
+  template <int width>
+  __device__ __forceinline__ long long in_columns(int of_column) const {
+    return ((static_cast<long long>(head) * width + of_column) * batches + batch) * rows;
+  }
+};
+
+/// A fragment whose stores are columns of tiles that several results share, (batch, rows, columns), transposed
+/// (columns, batch, rows): its head begins at `column`.
+struct JoinedPlace : FragmentPlace {
+  int column, columns;
+
+  template <int width>
+  __device__ __forceinline__ long long in_rows(int of_row) const {
+    return (static_cast<long long>(batch) * rows + of_row) * columns + column;
+  }
+  template <int width>
+  __device__ __forceinline__ long long in_columns(int of_column) const {
+    return (static_cast<long long>(column + of_column) * batches + batch) * rows;
+  }
 };
 
 template <class Config>
@@ -50,36 +79,61 @@ CODA_CONSTEXPR int result_pointers() {
 }
 
 /// The results beside one of `input` and of this width, of which a thread has `outputs` values in registers. Config:
-/// Epilogue, result_pointers, and first_store, the number of the stores' first pointer.
+/// Epilogue, result_pointers, and first_store, the number of the first pointer to a tile.
+///
+/// Where the Epilogue combines the halves of a head, an element is two columns, half a head apart.
 template <class Config, DType input, int width, int outputs>
 struct Results {
   using Epilogue = CompleteEpilogue<typename Config::Epilogue>;
-  using Arrays = Pointers<Config::result_pointers>;
-  static constexpr int columns = 64, groups = columns / 8;  // at a time
-  using Made = Fragment<columns>[at_least_one(Epilogue::tile_values(0))];
-  using Scalars = Word[at_least_one(Epilogue::scalars)];
+  static constexpr int halves = Epilogue::halves;
+  static constexpr int columns = 64, groups = columns / 8, half_groups = groups / halves;  // at a time
+  static constexpr int tiles = Epilogue::tile_values(0) / halves;
+  using Made = Fragment<columns>[at_least_one(tiles)];
   using Maxima = float[at_least_one(Epilogue::whole_reductions)];
+  using OfRows = float[at_least_one(Epilogue::row_reductions)][2];
   static_assert(2 * outputs % columns == 0 && width % 8 == 0, "a thread has whole groups of 64 columns");
-  static_assert(Epilogue::halves == 1 && Epilogue::sections == 1 && Epilogue::head_values == 0 &&
-                    Epilogue::tile_loads == 0 && Epilogue::row_vectors == 0 && Epilogue::column_vectors == 0 &&
-                    Epilogue::row_reductions == 0 && Epilogue::column_reductions == 0,
-                "an epilogue of attention is of single elements and scalars, with maxima of all");
+  static_assert(halves == 1 ||
+                    (halves == 2 && Epilogue::head == width && !Epilogue::interleaved && width % columns == 0),
+                "halves are those of heads of whole groups of 64 columns");
+  static_assert(Epilogue::acc_halves == halves && Epilogue::tile_values(0) % halves == 0, "results have whole heads");
+  static_assert(Epilogue::sections == 1 && Epilogue::head_values == 0 && Epilogue::row_vectors == 0 &&
+                    Epilogue::head_vectors == 0 && Epilogue::column_reductions == 0,
+                "an epilogue of attention is of single elements, or of pairs, with maxima, and reductions of rows");
+
+  /// What is the same for all columns of a thread's rows.
+  struct Beside {
+    Word scalar[at_least_one(Epilogue::scalars)];
+    Word column_vector[at_least_one(Epilogue::column_vectors)][2];
+  };
+  /// Of the columns at a time: values of the tiles that it reads.
+  using Loads = Fragment<columns / halves>[at_least_one(Epilogue::tile_loads)];
 
   /// All results of a fragment, of which `value(i)` is that of a thread's register i.
-  template <class Value>
-  __device__ __forceinline__ static void store(const Arrays& arrays, const FragmentPlace& place, const Value& value) {
-    Scalars scalars;
+  template <class Arrays, class Place, class Value>
+  __device__ __forceinline__ static void store(const Arrays& arrays, const Place& place, const Value& value) {
+    Beside beside;
     Maxima maxima;
+    OfRows of_rows;
     static_for<Epilogue::scalars>([&](auto index) {
       constexpr VectorAccess access = Epilogue::scalar[index];
-      scalars[index] = load_word<access.dtype>(arrays.pointer[access.pointer], 0);
+      beside.scalar[index] = load_word<access.dtype>(arrays.pointer[access.pointer], 0);
+    });
+    static_for<Epilogue::column_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::column_vector[index];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        beside.column_vector[index][r] = load_word<access.dtype>(arrays.pointer[access.pointer], product_row(place, r));
     });
     static_for<Epilogue::whole_reductions>(
         [&](auto index) { maxima[index] = neutral<Epilogue::whole_reduction[index].op>(); });
+    static_for<Epilogue::row_reductions>(
+        [&](auto index) { of_rows[index][0] = of_rows[index][1] = neutral<Epilogue::row_reduction[index].op>(); });
 #pragma unroll
     for (int first = 0; first < 2 * outputs && first < width; first += columns) {
       Made made;
-      evaluate(place, first, scalars, value, made, maxima);
+      Loads loads;
+      load_tiles(arrays, place, first, loads);
+      evaluate(arrays, place, first, beside, loads, value, made, maxima, of_rows);
       store_rows(arrays, place, first, made);
       store_columns(arrays, place, first, made);
     }
@@ -88,67 +142,150 @@ struct Results {
       const float of_warp = combine_lanes<access.op, 31>(maxima[index]);
       if (threadIdx.x % 32 == 0) static_cast<float*>(arrays.pointer[access.pointer])[place.warp] = of_warp;
     });
+    static_for<Epilogue::row_reductions>([&](auto index) {
+      constexpr ReductionAccess access = Epilogue::row_reduction[index];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float of_row = combine_lanes<access.op, 1 | 2>(of_rows[index][r]);
+        if (threadIdx.x % 4 == 0 && row_of(place, r) < place.rows)
+          static_cast<float*>(arrays.pointer[access.pointer])[product_row(place, r) * place.heads + place.head] =
+              of_row;
+      }
+    });
   }
 
  private:
-  /// The array of a store, whose tensor map would have this number behind the two of a product's factors.
-  template <int map>
+  /// The array of a tile, whose tensor map would have this number behind the two of a product's factors.
+  template <int map, class Arrays>
   __device__ __forceinline__ static void* array_of(const Arrays& arrays) {
     return arrays.pointer[Config::first_store + map - 2];
   }
   __device__ __forceinline__ static int row_of(const FragmentPlace& place, int r) {
     return place.row + static_cast<int>(threadIdx.x % 32 / 4) + 8 * r;
   }
+  /// A row among those of all sequences; of one that is outside, the last one of its sequence.
+  __device__ __forceinline__ static long long product_row(const FragmentPlace& place, int r) {
+    return static_cast<long long>(place.batch) * place.rows + min(row_of(place, r), place.rows - 1);
+  }
+  /// The first column of a group of those at a time. Groups of the second half follow those of the first.
+  __device__ __forceinline__ static constexpr int column_of(int first, int group) {
+    return halves == 1 ? first + 8 * group : group / half_groups * (width / 2) + first / 2 + 8 * (group % half_groups);
+  }
 
-  template <class Value>
-  __device__ __forceinline__ static void evaluate(const FragmentPlace& place, int first, const Scalars& scalars,
-                                                  const Value& value, Made& made, Maxima& maxima) {
-#pragma unroll
-    for (int j = 0; j < groups; ++j)
+  /// Lanes of a quad load 16 bytes each of a row, and exchange them for their pairs of columns.
+  template <class Arrays>
+  __device__ __forceinline__ static void load_tiles(const Arrays& arrays, const FragmentPlace& place, int first,
+                                                    Loads& loads) {
+    static_for<Epilogue::tile_loads>([&](auto index) {
+      constexpr TileAccess access = Epilogue::tile_load[index];
+      static_assert(bytes_of(access.dtype) == 2, "a tile that is read has 16 bits");
+      const auto* const array = static_cast<const unsigned short*>(array_of<access.map>(arrays));
 #pragma unroll
       for (int r = 0; r < 2; ++r)
 #pragma unroll
+        for (int j = 0; j < half_groups; j += 4) {
+          const int at = column_of(first, access.half * half_groups + j) + 8 * static_cast<int>(threadIdx.x % 4);
+          uint4 row = {0, 0, 0, 0};
+          if (row_of(place, r) < place.rows && at < width)
+            row = *reinterpret_cast<const uint4*>(array + place.template in_rows<width>(row_of(place, r)) + at);
+          uint32 words[4] = {row.x, row.y, row.z, row.w};
+          exchange_in_quad(words);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) loads[index].value[j + i][r][c] = widened_half<access.dtype>(words[i], c);
+        }
+    });
+  }
+
+  /// Adjacent words of a table of heads for a pair of columns of each half.
+  template <class Arrays, class Element>
+  __device__ __forceinline__ static void load_tables(const Arrays& arrays, const FragmentPlace& place, int column,
+                                                     int r, Element (&element)[2]) {
+    static_for<Epilogue::rope_tables>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::rope_table[index];
+      constexpr int half_width = width / 2;
+      long long row = product_row(place, r);
+      if constexpr (access.period > 0) row %= access.period;
+      Word words[2];
+      load_adjacent<access.dtype, 2>(arrays.pointer[access.pointer],
+                                     row * (access.halves * half_width) + access.half * half_width + column, words);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) element[c].rope_table[index] = words[c];
+    });
+  }
+
+  template <class Arrays, class Place, class Value>
+  __device__ __forceinline__ static void evaluate(const Arrays& arrays, const Place& place, int first,
+                                                  const Beside& beside, const Loads& loads, const Value& value,
+                                                  Made& made, Maxima& maxima, OfRows& of_rows) {
+#pragma unroll
+    for (int j = 0; j < half_groups; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        typename Epilogue::Element element[2];
+        load_tables(arrays, place, column_of(first, j) + 2 * static_cast<int>(threadIdx.x % 4), r, element);
+#pragma unroll
         for (int c = 0; c < 2; ++c) {
-          typename Epilogue::Element element;
           typename Epilogue::Result result;
-          element.acc[0] = value(first / 2 + 4 * j + 2 * r + c);
-          static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = scalars[index]; });
-          Epilogue::template evaluate<0>(element, result);
-          static_for<Epilogue::tile_values(0)>([&](auto index) { made[index].value[j][r][c] = result.tile[index]; });
+#pragma unroll
+          for (int half = 0; half < halves; ++half)
+            element[c].acc[half] = value(column_of(first, half * half_groups + j) / 2 + 2 * r + c);
+          static_for<Epilogue::scalars>([&](auto index) { element[c].scalar[index] = beside.scalar[index]; });
+          static_for<Epilogue::column_vectors>(
+              [&](auto index) { element[c].column_vector[index] = beside.column_vector[index][r]; });
+          static_for<Epilogue::tile_loads>([&](auto index) { element[c].tile[index].f = loads[index].value[j][r][c]; });
+          Epilogue::template evaluate<0>(element[c], result);
+          static_for<Epilogue::tile_values(0)>([&](auto index) {
+            made[index / halves].value[index % halves * half_groups + j][r][c] = result.tile[index];
+          });
           if constexpr (Epilogue::whole_reductions > 0) {
-            const bool is_inside = first + 8 * j < width && row_of(place, r) < place.rows;
+            const bool is_inside = column_of(first, j) < width && row_of(place, r) < place.rows;
             static_for<Epilogue::whole_reductions>([&](auto index) {
               constexpr Op op = Epilogue::whole_reduction[index].op;
               if (is_inside) maxima[index] = combine<op>(maxima[index], result.whole[index]);
             });
           }
+          static_for<Epilogue::row_reductions>([&](auto index) {
+            constexpr Op op = Epilogue::row_reduction[index].op;
+            if (column_of(first, j) < width) of_rows[index][r] = combine<op>(of_rows[index][r], result.row[index]);
+          });
         }
+      }
   }
 
-  __device__ __forceinline__ static void store_rows(const Arrays& arrays, const FragmentPlace& place, int first,
+  template <class Arrays, class Place>
+  __device__ __forceinline__ static void store_rows(const Arrays& arrays, const Place& place, int first,
                                                     const Made& made) {
-    static_for<Epilogue::tile_stores(0)>([&](auto index) {
-      constexpr TileAccess access = Epilogue::tile_store[0][index];
+    static_for<Epilogue::tile_stores(0) / halves>([&](auto index) {
+      constexpr TileAccess access = Epilogue::tile_store[0][index * halves];
+      static_assert(access.half == 0 && Epilogue::tile_store[0][index * halves + halves - 1].map == access.map,
+                    "a tile has all halves, one after the other");
       using Bits = typename Stored<access.dtype>::Bits;
       const Fragment<columns>& of = made[index];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row_of(place, r);
-        const long long at = (static_cast<long long>(place.batch) * place.rows + row) * place.heads + place.head;
-        Bits* const to = row < place.rows ? static_cast<Bits*>(array_of<access.map>(arrays)) + at * width : nullptr;
+        Bits* const to = row < place.rows
+                             ? static_cast<Bits*>(array_of<access.map>(arrays)) + place.template in_rows<width>(row)
+                             : nullptr;
         if constexpr (bytes_of(access.dtype) == 1) {
           uint32 words[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             words[i] = pair<access>(of, 2 * i, r) | static_cast<uint32>(pair<access>(of, 2 * i + 1, r)) << 16;
-          store_bytes(to, first + 16 * static_cast<int>(threadIdx.x % 4), gathered(words));
+          store_bytes(to, column_of(first, 2 * static_cast<int>(threadIdx.x % 4)), gathered(words));
         } else if constexpr (bytes_of(access.dtype) == 2) {
-          store_row<access.dtype, width, columns / 2>(to, first, [&](int j, int c) { return of.value[j][r][c]; });
+#pragma unroll
+          for (int half = 0; half < halves; ++half)
+            store_row<access.dtype, width, columns / 2 / halves>(
+                to, column_of(first, half * half_groups),
+                [&](int j, int c) { return of.value[half * half_groups + j][r][c]; });
         } else {
           static_assert(access.dtype == DType::f32, "a result is of floats");
 #pragma unroll
           for (int j = 0; j < groups; ++j) {
-            const int column = first + 8 * j + 2 * static_cast<int>(threadIdx.x % 4);
+            const int column = column_of(first, j) + 2 * static_cast<int>(threadIdx.x % 4);
             if (to != nullptr && column < width)
               *reinterpret_cast<float2*>(to + column) = {of.value[j][r][0], of.value[j][r][1]};
           }
@@ -158,25 +295,27 @@ struct Results {
   }
 
   /// Transposed results have 8 bits, and rows that are a multiple of 16: a warp's are all inside, or none.
-  __device__ __forceinline__ static void store_columns(const Arrays& arrays, const FragmentPlace& place, int first,
+  template <class Arrays, class Place>
+  __device__ __forceinline__ static void store_columns(const Arrays& arrays, const Place& place, int first,
                                                        const Made& made) {
-    static_for<Epilogue::transposed_stores>([&](auto index) {
-      constexpr TransposedAccess access = Epilogue::transposed_store[index];
+    static_for<Epilogue::transposed_stores / halves>([&](auto index) {
+      constexpr TransposedAccess access = Epilogue::transposed_store[index * halves];
       static_assert(bytes_of(access.dtype) == 1, "a transposed result has 8 bits");
+      static_assert(access.value % halves == 0 &&
+                        Epilogue::transposed_store[index * halves + halves - 1].value == access.value + halves - 1,
+                    "a transposed result has the halves of a tile");
       const int lane = threadIdx.x % 32;
-      const Fragment<columns>& of = made[access.value];
+      const Fragment<columns>& of = made[access.value / halves];
 #pragma unroll
       for (int j = 0; j < groups; j += 4) {
         uint32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = rows_of_column(pair<access>(of, j + i, 0), pair<access>(of, j + i, 1));
         const uint4 column = gathered(words);
-        const int at = first + 8 * (j + lane % 4) + lane / 4;
-        const long long to =
-            ((static_cast<long long>(place.head) * width + at) * place.batches + place.batch) * place.rows;
+        const int at = column_of(first, j) + 8 * (lane % 4) + lane / 4;
         if (at < width && place.row < place.rows)
-          *reinterpret_cast<uint4*>(static_cast<unsigned char*>(array_of<access.map>(arrays)) + to + place.row) =
-              column;
+          *reinterpret_cast<uint4*>(static_cast<unsigned char*>(array_of<access.map>(arrays)) +
+                                    place.template in_columns<width>(at) + place.row) = column;
       }
     });
   }

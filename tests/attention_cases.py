@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import math
 import pathlib
 import shutil
 import subprocess
@@ -13,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coda_jax import rotary
 from coda_jax.attend import dropout
+from coda_jax.attend.gradients import Gradients
+from coda_jax.attend.joined import Joined
 from coda_jax.attend.kernel import BackwardTiles, ForwardTiles, gradient_of_sums
 from coda_jax.attend.results import Results
 from coda_jax.attend.score import HIDDEN, trace
@@ -49,6 +53,27 @@ class Kernel:
     score: str = ""  # the text of a score function
     results: str | None = None  # of `EPILOGUES`
     keeps_y: bool = True
+    gradients: str | None = None  # of `OF_GRADIENTS`, for the sizes of a case
+    sizes: tuple = ()  # batch, rows, heads and key heads of that
+
+    @property
+    def of_gradients(self):
+        return gradients_of(self.gradients, *self.sizes, self.head, self.value_head, self.numpy)
+
+    @property
+    def text_of_gradients(self):
+        """The definitions of the gradients' epilogues, members of the backward kernel's Config, and that of dq."""
+        if self.gradients is None:
+            return "", "", ""
+        made, definitions, structs = self.of_gradients, "", []
+        for which, name in enumerate(("of_queries", "of_keys", "of_values")):
+            one = Joined.of(made, which)
+            definitions += f"namespace {name} {{\n{one.text()}}}\n"
+            members = ", ".join(f"{member} = {value}" for member, value in one.members.items())
+            structs.append(f"using Epilogue = {name}::Epilogue; static constexpr int {members};")
+        of_queries, of_keys, of_values = structs
+        nested = f"    struct OfKeys {{ {of_keys} }};\n    struct OfValues {{ {of_values} }};\n"
+        return definitions, nested, f"  struct OfQueries : Backward {{ {of_queries} }};\n"
 
     @property
     def forward(self):
@@ -100,8 +125,10 @@ class Kernel:
             "has_sinks": self.sinks,
             "has_dropout": self.drops,
         }
+        definitions, nested, of_queries = self.text_of_gradients
         return f"""
 {self.score}{self.epilogue}
+{definitions}
 {dropout.text(self.dropout_rate) if self.drops else "namespace dropout { struct Epilogue; }"}
 struct Common {{
   {"using Score = ::Score;" if self.score else ""}
@@ -120,8 +147,8 @@ struct Tiles {{
     static constexpr int dim = {backward.dim}, keys = {backward.keys}, queries = {backward.queries};
     static constexpr int stages = {backward.stages}, shared_bytes = {backward_bytes};
     static constexpr bool deterministic = {int(self.deterministic)}, is_split = {int(self.split)};
-  }};
-}};
+{nested}  }};
+{of_queries}}};
 """
 
 
@@ -152,6 +179,52 @@ def results_of(name, rows, columns, keeps_y=True):
     return Results(traced.program, tuple(traced.out_avals[x.output].dtype for x in traced.program.stores), keeps_y)
 
 
+def _of_gradient(x, scale, z, cos, sin, factor, width, dtype):
+    """x turned back, times a factor of each row, as a product in 16 or in 8 bits reads it; and sums of x z."""
+    inner = jnp.sum(x * z, axis=1)
+    if cos is not None:
+        cos, sin = (jnp.tile(table, (x.shape[0] // table.shape[0], 1)) for table in (cos, sin))
+        x = rotary(x.reshape(len(x), -1, width), cos, -sin).reshape(x.shape)
+    x = x * factor
+    if dtype == E4M3:
+        return (x8 := saturate(x * scale, E4M3)), x8.T, inner, jnp.max(jnp.abs(x))
+    return x.astype(dtype), inner
+
+
+OF_GRADIENTS = {  # whether q and k are turned, and the dtype
+    "turned": (True, np.dtype(jnp.bfloat16)),
+    "turned_in_8_bits": (True, E4M3),
+    "joined": (False, np.dtype(jnp.bfloat16)),
+    "joined_in_8_bits": (False, E4M3),
+}
+
+
+@functools.cache
+def gradients_of(name, batch, rows, heads, key_heads, width, value_width, of=jnp.bfloat16):
+    """Epilogues of `OF_GRADIENTS` of gradients of these sizes. Operands: scale, factor, cos, sin, and q, k and v.
+
+    Args:
+      of: the dtype of these three.
+    """
+    is_turned, dtype = OF_GRADIENTS[name]
+    programs, places = [], []
+    for i, (count, of_head) in enumerate(((heads, width), (key_heads, width), (key_heads, value_width))):
+        tables = [jax.ShapeDtypeStruct((rows, width // 2), np.float32)] * 2 if is_turned and i < 2 else []
+        tile = jax.ShapeDtypeStruct((batch * rows, count * of_head), of)
+        factor = jax.ShapeDtypeStruct((batch * rows, 1), np.float32)
+        types = [jax.ShapeDtypeStruct((), np.float32), factor, *tables, tile]
+
+        def function(x, scale, factor, *others, width=width):
+            *tables, z = others
+            return _of_gradient(x, scale, z, *(tables or (None, None)), factor, width, dtype)
+
+        traced, _ = trace_epilogue(function, jax.ShapeDtypeStruct(tile.shape, np.float32), types)
+        programs.append(traced.program)
+        places.append((0, 1, *((2, 3) if tables else ()), 4 + i))
+    dtypes = (dtype, dtype) if dtype == E4M3 else (dtype,)
+    return Gradients(tuple(programs), tuple(places), 7, dtypes)
+
+
 class Schedule(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("resident", "order", "starved", "late_copies", "late_products")]
 
@@ -167,6 +240,9 @@ ARRAYS = (
 )
 
 
+OF_GRADIENT = ("of_queries", "of_keys", "of_values")
+
+
 class Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in COUNTS),
@@ -175,6 +251,8 @@ class Problem(ctypes.Structure):
         ("schedule", Schedule),
         *((name, ctypes.c_void_p) for name in ARRAYS),
         ("results", ctypes.c_void_p * 8),
+        *((name, ctypes.c_void_p * 16) for name in OF_GRADIENT),
+        ("columns", ctypes.c_int),
     ]
 
 
@@ -461,8 +539,12 @@ def mask_arrays(case):
     return values
 
 
-def run(case, folder, schedule=None, fault=None):
-    """y, lse, dq, dk, dv as the kernels make them."""
+def run(case, folder, schedule=None, fault=None, operands=()):
+    """y, lse, dq, dk, dv as the kernels make them; of a kernel with gradients, these and not dq, dk and dv.
+
+    Args:
+      operands: of the maps of the gradients.
+    """
     kernel, mask, q, k = case.kernel, case.mask, case.q, case.k
     library = kernels(kernel, folder, fault)
     (batch, queries, heads, _), keys, key_heads = q.shape, k.shape[1], k.shape[2]
@@ -499,6 +581,10 @@ def run(case, folder, schedule=None, fault=None):
         values["turns"] = np.zeros((batch, heads, query_tiles), np.int32)
     else:
         values["sums"] = sums
+    joined = None if kernel.gradients is None else _Joined.of(case, operands)
+    if joined is not None:
+        made = {name: x for name, x in made.items() if name not in ("dq", "dk", "dv")} | joined.made
+        values |= joined.given
     arrays = {name: guarded(x) for name, x in values.items()} | {name: guarded(x, True) for name, x in made.items()}
     problem = Problem(
         **dict(zip(COUNTS, (batch, queries, keys, heads, key_heads), strict=False)),
@@ -507,8 +593,10 @@ def run(case, folder, schedule=None, fault=None):
         splits=case.splits,
         scale=case.scale,
         schedule=Schedule(1, 0, 0, 0, 1) if schedule is None else schedule,
-        **{name: x.ctypes.data for name, (_, x) in arrays.items()},
+        **{name: x.ctypes.data for name, (_, x) in arrays.items() if name in ARRAYS},
     )
+    if joined is not None:
+        joined.point(problem, {name: x.ctypes.data for name, (_, x) in arrays.items()})
     for name in ("dense", "bias"):
         if getattr(kernel, name):
             setattr(problem, f"{name}_sizes", (ctypes.c_int * 4)(*getattr(mask, name).shape))
@@ -524,6 +612,8 @@ def run(case, folder, schedule=None, fault=None):
         needed = tiles_of(seen, tile_queries, tile_keys, mask.exactly)[0]
         expected = np.broadcast_to(needed.sum(-1)[:, None], got["turns"].shape)
         np.testing.assert_array_equal(got["turns"], expected, err_msg="turns")
+    if joined is not None:
+        return joined.results(got)
     out = {name: got[name] for name in ("y", "lse", "dq", "dk", "dv")}
     if kernel.sinks:
         out["delta"] = got["delta"][:, :, :queries]
@@ -533,6 +623,45 @@ def run(case, folder, schedule=None, fault=None):
         like = jax.ShapeDtypeStruct(x.shape, np.float32)
         out[f"gradient_{number}"] = np.asarray(gradient_of_sums(jnp.asarray(got[name]), like))
     return out
+
+
+@dataclasses.dataclass
+class _Joined:
+    """The results that the kernels make of dq, dk and dv, and the operands of these, by the names of arrays."""
+
+    gradients: Gradients
+    given: dict
+    made: dict
+    columns: int
+
+    @classmethod
+    def of(cls, case, operands):
+        gradients, kernel = case.kernel.of_gradients, case.kernel
+        shapes = gradients.shapes(case.q.shape, case.v.shape)
+        made = {f"store_{i}": np.empty(*x) for i, x in enumerate(zip(shapes, gradients.dtypes, strict=False))}
+        tiles = ((kernel.backward.queries, case.q), *((kernel.backward.keys, x) for x in (case.k, case.v)))
+        for i, (tile, x) in enumerate(tiles):
+            types = Joined.of(gradients, i).reduction_types(x.shape, -(-x.shape[1] // tile) * (tile // 16))
+            made |= {f"reduction_{i}_{at}": np.empty(of.shape, of.dtype) for at, of in enumerate(types)}
+        given = {f"operand_{i}": np.atleast_1d(x) for i, x in enumerate(operands)}
+        return cls(gradients, given, made, sum(math.prod(x.shape[2:]) for x in (case.q, case.k, case.v)))
+
+    def point(self, problem, addresses):
+        problem.columns = self.columns
+        for i, name in enumerate(OF_GRADIENT):
+            operands = [addresses[f"operand_{place}"] for place in self.gradients.places[i]]
+            reductions = [addresses[x] for x in addresses if x.startswith(f"reduction_{i}_")]
+            stores = [addresses[f"store_{at}"] for at in range(len(self.gradients.dtypes))]
+            pointers = Joined.of(self.gradients, i).pointers(operands, reductions, stores)
+            setattr(problem, name, (ctypes.c_void_p * 16)(*pointers))
+
+    def results(self, got):
+        """As the primitive has them."""
+        reductions = []
+        for i in range(3):
+            arrays = [jnp.asarray(got[name]) for name in self.made if name.startswith(f"reduction_{i}_")]
+            reductions += Joined.of(self.gradients, i).reduced(arrays)
+        return [*(got[f"store_{at}"] for at in range(len(self.gradients.dtypes))), *map(np.asarray, reductions)]
 
 
 IN_FLOAT32 = ("lse", "delta", *(f"gradient_{number}" for number in range(4)))

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 
 from coda_jax.attend import costs, kernel
 from coda_jax.attend.on_mesh import Form, lower_automatic, lower_explicit, parts_of_types
-from coda_jax.attend.primitive import FORMS, is_backward, lower_xla, types_of
+from coda_jax.attend.primitive import FORMS, attention_backward_p, form_apart, is_backward, lower_xla, types_of
 from coda_jax.attend.spec import AttentionSpec
 from coda_jax.jaxprs.evaluate import bound, evaluate
 from coda_jax.jaxprs.walk import equations
@@ -104,6 +104,9 @@ def selected(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec, 
     route = route_of(avals, num_devices)
     reason = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
     reason = reason or unsupported_reason(avals, spec)
+    if route.over and spec.gradients is not None:  # they are passes there
+        avals, spec = spec.apart(avals)[0], spec.plain
+        results = types_of(attention_backward_p, *avals, spec=spec)
     if route.is_automatic:
         *_, last = (None, *recorded(key_of(avals, spec)))
         return Selected(reason, route.over) if last is None else Selected(reason or last.reason, route.over, *last[1:])
@@ -158,6 +161,10 @@ def _lower(
     if why_not is not None:
         report(ctx.avals_in, spec, why_not, strict=is_strict())
         return lower_xla(ctx, *arrays, spec=spec, primitive=primitive)
+    if route.over and spec.gradients is not None:  # columns of one matrix are no heads that a mesh may shard
+        form = functools.partial(form_apart, spec=spec, primitive=primitive)
+        lowered: Sequence[Any] = mlir.lower_fun(form, multiple_results=True)(ctx, *arrays)
+        return lowered
     # Now: XLA's partitioner calls back later, and on threads of its own.
     form_of = functools.partial(form_of, primitive=primitive, strict=is_strict(), yields=is_of_several(ctx))
     if route.over:

@@ -1,16 +1,18 @@
 """The kernels' side of attention: their tiles, sources and launches, and the masks' tiles as bits.
 
-The forward pass is one kernel, the backward pass three: the rows' statistics, the gradients, and dq in rows. A mask
-that is a band needs no arrays. Of any other one the tiles that are seen, at all or entirely, are found here, from what
-all queries or keys of a tile have in common; so they may be a few more than are needed. They depend on nothing but the
-mask's arrays: in a loop over layers they are made once.
+The forward pass is one kernel, the backward pass three: the rows' statistics, the gradients, and dq in rows. Of maps of
+the gradients, columns of joined matrices, the second makes those of dk and dv, and the third those of dq in its place.
+
+A mask that is a band needs no arrays. Of any other one the tiles that are seen, at all or entirely, are found here,
+from what all queries or keys of a tile have in common; so they may be a few more than are needed. They depend on
+nothing but the mask's arrays: in a loop over layers they are made once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.attend import dropout
+from coda_jax.attend.gradients import Gradients, with_gradients
+from coda_jax.attend.joined import Joined, can_be_made
 from coda_jax.attend.results import Results
 from coda_jax.attend.score import Score
 from coda_jax.attend.score.hiding import band, tiles_hidden
@@ -188,7 +192,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
         members,
         _score_text(given, spec),
         _dropout_text(spec),
-        of_y,
+        None if of_y is None else _text_of_results(of_y),
     )
     call = ffi.LaunchCall(
         name="attention",
@@ -224,26 +228,35 @@ def _types_beside(results: Results, y: Sequence[Any], rows: int) -> tuple[list[A
     return [words] * len(results.program.reductions), stores
 
 
-def _members_of_results(results: Results) -> tuple[dict[str, Any], str]:
-    """Members of a forward kernel's Config that makes results beside y, and the definition of their epilogue."""
+_Text = tuple[str, list[str]]  # definitions, and lines of a Config
+
+
+def _text_of_results(results: Results) -> _Text:
+    """The definition of the epilogue of results beside y, and the members of a forward kernel's Config."""
     program = results.program
     first_store = results.count + len(program.reductions)
     members = {"result_pointers": first_store + len(program.stores), "first_store": first_store}
+    members |= {"keeps_result": results.keeps_y}
     epilogue = emit_epilogue(program, results.dtypes, [False] * results.count)
-    return members | {"keeps_result": results.keeps_y}, epilogue
+    return epilogue, [*(_member(*x) for x in members.items()), "using Epilogue = ::Epilogue;"]
 
 
 def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
-    """dq, dk and dv by the kernels, with sinks delta (B, H, T), and gradients of the score's arrays.
+    """dq, dk and dv by the kernels, or what the spec makes of them, with sinks delta (B, H, T), and gradients of the
+    score's arrays.
 
     They are as `blocks.backward` has them.
 
     Args:
-      *arrays: q, k, v and the further arrays as in `forward`; y, lse, dy and dlse (B, H, T).
+      *arrays: q, k, v and the further arrays as in `forward`; y, lse, dy and dlse (B, H, T); operands of the maps.
       yields: as in `forward`. Blocks are many here, and end.
     """
     del yields
+    arrays, given = map(tuple, spec.apart(arrays))
     q, k, v, *_, y, lse, dy, dlse = arrays
+    made = spec.gradients
+    if made is not None and not makes_gradients(made, q, k, v, spec):
+        return with_gradients(backward(*arrays, spec=spec.plain), given, made)
     if _is_nothing(q, k, spec):
         of_sinks = [jnp.where(lse == -jnp.inf, 0, -dlse)] if spec.mask.has_sinks else []
         nothing = [jnp.zeros(x.shape, x.dtype) for x in (q, k, v, *spec.gradient_arrays(arrays))]
@@ -270,17 +283,23 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     bits = [operands.add(x) for x in dropout.bits(mask.arrays.row_bits, keys, _ROWS)]
     order = [operands.add(found.needed_keys), operands.add(found.positions)]
     of_score = list(map(operands.add, spec.score_arrays(arrays)))
+    joined = None if made is None else _JoinedLaunch.of(made, operands, given)
     count = len(operands.arrays)
+    if joined is None:
+        own, gradients = [_split_type(x, splits) for x in (k, v)], [count + 1, count + 2]
+    else:
+        own, gradients = joined.types(q, k, v, tiles), [-1, -1]
     types = [
         jax.ShapeDtypeStruct((batch, heads, query_tiles, tiles.queries * tiles.dim), jnp.float32),
-        *(_split_type(x, splits) for x in (k, v)),
+        *own,
         jax.ShapeDtypeStruct((batch, heads, query_tiles), jnp.int32),
         *(
             jax.ShapeDtypeStruct(tiles.sums_shape(x.shape, (batch, heads, queries, keys)), jnp.float32)
             for x in spec.gradient_arrays(arrays)
         ),
     ]
-    of_gradients = range(count + 4, count + len(types))
+    turns_at = count + 1 + len(own)
+    of_gradients = range(turns_at + 1, count + len(types))
     shared_bytes = tiles.shared_bytes(mask.vectors)
     source = _source(
         "backward",
@@ -289,6 +308,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         members | {"shared_bytes": shared_bytes},
         _score_text(arrays, spec, spec.score_gradients),
         _dropout_text(spec),
+        None if joined is None else joined.text,
     )
     call = ffi.LaunchCall(
         name="attention, backward",
@@ -297,18 +317,26 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         smem_bytes=shared_bytes,
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
-        pointers=[*statistics, *pointers, *bits, *order, *range(count, count + 4), *of_score, *of_gradients],
+        pointers=[
+            *(*statistics, *pointers, *bits, *order, count, *gradients, turns_at, *of_score, *of_gradients),
+            *([] if joined is None else joined.pointers(count + 1)),
+        ],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
         words=[*mask.band, splits, _bits(spec.scale)],
-        zeroed=[count + 3 if config.deterministic else count, *of_gradients],
+        zeroed=[turns_at if config.deterministic else count, *of_gradients],
     )
-    sums, dk, dv, turns, *of_pairs = _launched(operands.arrays, types, call)
-    dq = _in_rows(sums, turns if config.deterministic else None, q, spec.scale, members)
+    sums, *rest = _launched(operands.arrays, types, call)
+    own_results, (turns, *of_pairs) = rest[: len(own)], rest[len(own) :]
+    of_turns, of_sinks = turns if config.deterministic else None, [delta[:, :, :queries]] if spec.mask.has_sinks else []
+    others = [*of_sinks, *map(gradient_of_sums, of_pairs, spec.gradient_arrays(arrays))]
+    if joined is not None:
+        of_dq = _in_joined(sums, of_turns, q, spec.scale, members, joined, own_results)
+        return [*joined.finished(own_results, of_dq), *others]
+    dk, dv = own_results
+    dq = _in_rows(sums, of_turns, q, spec.scale, members)
     if splits > 1:
         dk, dv = (jnp.sum(x, axis=0).astype(like.dtype) for x, like in ((dk, k), (dv, v)))
-    of_sinks = [delta[:, :, :queries]] if spec.mask.has_sinks else []
-    gradients = map(gradient_of_sums, of_pairs, spec.gradient_arrays(arrays))
-    return [dq, dk, dv, *of_sinks, *gradients]
+    return [dq, dk, dv, *others]
 
 
 def gradient_of_sums(sums: jax.Array, like: jax.Array) -> jax.Array:
@@ -363,6 +391,112 @@ def _in_rows(
     return dq
 
 
+@dataclasses.dataclass(frozen=True)
+class _JoinedLaunch:
+    """The maps of dq, dk and dv, as the launches of the kernels take them.
+
+    Attributes:
+      gradients: the maps.
+      programs: of dq, of dk and of dv.
+      given: the operands of all.
+      numbers: those of dk, and of dv, among the backward kernel's buffers.
+    """
+
+    gradients: Gradients
+    programs: tuple[Joined, Joined, Joined]
+    given: Sequence[jax.Array]
+    numbers: tuple[list[int], list[int]]
+
+    @classmethod
+    def of(cls, gradients: Gradients, operands: _Operands, given: Sequence[jax.Array]) -> _JoinedLaunch:
+        """The maps for a backward kernel, to whose operands their own are added."""
+        of_dq, of_dk, of_dv = (Joined.of(gradients, i) for i in range(3))
+        of_keys, of_values = (list(map(operands.add, gradients.operands_of(i, given))) for i in (1, 2))
+        return cls(gradients, (of_dq, of_dk, of_dv), given, (of_keys, of_values))
+
+    @property
+    def _stores(self) -> int:
+        return len(self.gradients.dtypes)
+
+    def types(self, q: jax.Array, k: jax.Array, v: jax.Array, tiles: BackwardTiles) -> list[Any]:
+        """Types of the stores, and of what the backward kernel reduces of dk and of dv."""
+        each = zip(self.gradients.shapes(q.shape, v.shape), self.gradients.dtypes, strict=False)
+        words = -(-k.shape[1] // tiles.keys) * (tiles.keys // 16)
+        stores = [jax.ShapeDtypeStruct(*x) for x in each]
+        _, of_dk, of_dv = self.programs
+        return [*stores, *of_dk.reduction_types(k.shape, words), *of_dv.reduction_types(v.shape, words)]
+
+    def pointers(self, first: int) -> list[int]:
+        """Buffers of the backward kernel, where those of `types` are the first and on."""
+        _, of_dk, of_dv = self.programs
+        stores, reductions = range(first, first + self._stores), first + self._stores
+        middle = reductions + len(of_dk.program.reductions)
+        end = middle + len(of_dv.program.reductions)
+        return [
+            *of_dk.pointers(self.numbers[0], range(reductions, middle), stores),
+            *of_dv.pointers(self.numbers[1], range(middle, end), stores),
+        ]
+
+    @property
+    def text(self) -> _Text:
+        """The definitions of the epilogues of dk and dv, and the members of a Config."""
+        definitions, lines = [], []
+        for name, of in zip(("of_keys", "of_values"), self.programs[1:], strict=True):
+            definitions.append(f"namespace {name} {{\n{of.text()}}}  // namespace {name}\n")
+            members = " ".join(_member(*x) for x in of.members.items())
+            struct = "OfKeys" if name == "of_keys" else "OfValues"
+            lines.append(f"struct {struct} {{ using Epilogue = {name}::Epilogue; {members} }};")
+        return "".join(definitions), lines
+
+    def finished(self, found: Sequence[jax.Array], of_dq: Sequence[jax.Array]) -> list[jax.Array]:
+        """The stores and all reductions, from the results of the backward kernel and of the one behind it."""
+        count = self._stores
+        middle = count + len(self.programs[1].program.reductions)
+        each = zip(self.programs, (of_dq[count:], found[count:middle], found[middle:]), strict=True)
+        return [*of_dq[:count], *(x for of, reduced in each for x in of.reduced(reduced))]
+
+
+def _in_joined(
+    sums: jax.Array,
+    turns: jax.Array | None,
+    q: jax.Array,
+    scale: float,
+    members: dict[str, Any],
+    joined: _JoinedLaunch,
+    found: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """The stores, to which the columns of dq are added in place, and what is reduced of dq."""
+    names = ("input", "head", "value_head", "dim", "queries")
+    of_dq, stores = joined.programs[0], list(found[: len(joined.gradients.dtypes)])
+    operands = _Operands([sums, *stores])
+    turns_at = operands.add(turns)
+    numbers = list(map(operands.add, joined.gradients.operands_of(0, joined.given)))
+    count, tile = len(operands.arrays), members["queries"]
+    words = -(-q.shape[1] // tile) * (tile // 16)
+    types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stores), *of_dq.reduction_types(q.shape, words)]
+    reductions = range(count + len(stores), count + len(types))
+    is_transposed = joined.gradients.programs[0].stores[0].transposed
+    batch, rows, columns = (1, 2, 0) if is_transposed else (0, 1, 2)
+    call = ffi.LaunchCall(
+        name="attention, backward: of dq",
+        source=_source(
+            "finish_dq_results",
+            "coda::attention::FinishResultsParams<Config>",
+            128,
+            {name: members[name] for name in names} | of_dq.members,
+            epilogue=(of_dq.text(), ["using Epilogue = ::Epilogue;"]),
+        ),
+        threads=128,
+        smem_bytes=0,
+        grid=[0, 0, 1, 0, 1, 1, 0, 2, 1, 0, 3, 64 * members["dim"]],
+        pointers=[0, turns_at, *of_dq.pointers(numbers, reductions, range(count, count + len(stores)))],
+        sizes=[count, batch, count, rows, 0, 1, count, columns],
+        words=[_bits(scale)],
+        overlaps=True,
+    )
+    return _launched(operands.arrays, types, call, {1 + i: i for i in range(len(stores))})
+
+
 def _sinks(arrays: Sequence[jax.Array], spec: AttentionSpec) -> list[jax.Array]:
     """The sinks of each sequence, (B, H) float32, if there are any."""
     sinks, (batch, _, heads, _) = spec.mask_arrays(arrays).sinks, arrays[0].shape
@@ -386,6 +520,15 @@ def _is_nothing(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> bool:
     left, right = spec.mask.left, spec.mask.right
     is_empty_band = left is not None and right is not None and left + right < 0
     return is_empty_band or any(isinstance(size, int) and size == 0 for size in (*q.shape, *k.shape))
+
+
+def makes_gradients(gradients: Gradients, q: Any, k: Any, v: Any, spec: AttentionSpec) -> bool:
+    """Whether the kernels make what is made of the gradients of arrays of these types; else XLA makes it."""
+    if _is_nothing(q, k, spec) or max(q.shape[3], v.shape[3]) > 128:
+        return False
+    tiles, (keys, key_heads) = BackwardTiles.of(q.shape[3], v.shape[3]), k.shape[1:3]
+    splits = _splits(q.shape[2] // key_heads, q.shape[0], -(-keys // tiles.keys), key_heads)
+    return can_be_made(gradients, q, k, v, splits)
 
 
 def _splits(groups: int, batch: Any, key_tiles: Any, key_heads: Any) -> int:
@@ -615,14 +758,14 @@ def _source(
     members: dict[str, Any],
     score: str = "",
     dropout_text: str = "",
-    results: Results | None = None,
+    epilogue: _Text | None = None,
 ) -> str:
     """The text of a kernel: its Config, and the call of a function of the headers.
 
     Args:
       score: the definition of the score function.
       dropout_text: that of dropout.
-      results: those beside y; None for none.
+      epilogue: those of what is made of results; None for none.
     """
     header = {
         "forward": "attention_forward_sm90.cuh",
@@ -633,10 +776,10 @@ def _source(
         lines.append("using Score = ::Score;")
     if dropout_text:
         lines.append("using Dropout = dropout::Epilogue;")
-    if results is not None:
-        own, epilogue = _members_of_results(results)
-        lines += [*(_member(name, value) for name, value in own.items()), "using Epilogue = ::Epilogue;"]
-        score += ("\n" if score else "") + epilogue
+    if epilogue is not None:
+        definitions, own = epilogue
+        lines += own
+        score += ("\n" if score else "") + definitions
     return f"""#include "{header}"
 
 {dropout_text}{score}{chr(10) if score else ""}struct Config {{
@@ -659,9 +802,11 @@ def _member(name: str, value: Any) -> str:
     return f"static constexpr int {name} = {value};"
 
 
-def _launched(arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall) -> list[jax.Array]:
+def _launched(
+    arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall, aliases: Mapping[int, int] | None = None
+) -> list[jax.Array]:
     ffi.compile_async(call.source, call.name)
-    return ffi.launch_call(arrays, results, call)
+    return ffi.launch_call(arrays, results, call, aliases)
 
 
 def _bits(x: float) -> int:

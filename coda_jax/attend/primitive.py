@@ -3,8 +3,9 @@
     attention_forward_p: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv), mask arrays, the score's arrays, operands of
         the results -> y (B, T, H, Dv) in q's dtype, lse (B, H, T) float32, the results; y not where
         `Results.keeps_y` is False
-    attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T)
-        -> dq, dk, dv, with sinks also delta (B, H, T) float32, the gradients of `AttentionSpec.score_gradients`
+    attention_backward_p: the same, y, lse, dy (B, T, H, Dv), dlse (B, H, T), operands of the maps of the gradients
+        -> dq, dk, dv, or what `Gradients` makes of them; with sinks also delta (B, H, T) float32; the gradients of
+        `AttentionSpec.score_gradients`
 
 K divides H. lse is a row's log-sum-exp, by the natural logarithm; where a row sees nothing y is 0, and lse is -inf, or
 its sink. delta is rowsum(dy y) - dlse, of which sinks have their gradient. The mask's arrays are those of `MaskArrays`,
@@ -26,6 +27,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from coda_jax.attend import blocks
+from coda_jax.attend.gradients import Gradients, as_matrix, with_gradients
 from coda_jax.attend.probabilities import sinks_cotangent
 from coda_jax.attend.results import Results
 from coda_jax.attend.spec import AttentionSpec
@@ -61,22 +63,29 @@ def forward_form(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[
     return [y, lse] if spec.results is None else spec.results.beside(y, lse, operands)
 
 
+def backward_form(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
+    """`blocks.backward`, with what the spec makes of its dq, dk and dv."""
+    arguments, operands = spec.apart(arrays)
+    return with_gradients(blocks.backward(*arguments, spec=spec.plain, on_cpu=on_cpu), operands, spec.gradients)
+
+
 FORMS: dict[jex_core.Primitive, Callable[..., list[jax.Array]]] = {  # by XLA
     attention_forward_p: forward_form,
     attention_forward_auto_p: forward_form,
-    attention_backward_p: blocks.backward,
-    attention_backward_auto_p: blocks.backward,
+    attention_backward_p: backward_form,
+    attention_backward_auto_p: backward_form,
 }
 for _primitive in _AUTOMATIC.values():
     dispatch.prim_requires_devices_during_lowering.add(_primitive)
 
 
 forward_primitives = frozenset({attention_forward_p, attention_forward_auto_p})
+backward_primitives = frozenset({attention_backward_p, attention_backward_auto_p})
 
 
 def is_backward(primitive: jex_core.Primitive) -> bool:
     """True if a primitive of `FORMS` is the backward pass."""
-    return FORMS[primitive] is blocks.backward
+    return primitive in backward_primitives
 
 
 def _bind(primitive: jex_core.Primitive, *arrays: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
@@ -209,6 +218,59 @@ class _OfGradients(Backward):
         return None
 
 
+def pull_back_with(
+    arrays: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+    epilogues: Sequence[Epilogue],
+    *,
+    spec: AttentionSpec,
+    gradients: Gradients,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The outputs of the epilogues of dq, dk and dv, as `Gradients.outputs` has them, and delta where there are sinks.
+
+    The backward kernels make it. Its derivative is that of both, one after the other.
+
+    Args:
+      arrays: those of the backward primitive.
+      epilogues: of dq, dk and dv as matrices (B T, H D), float32.
+      spec: without gradients.
+      gradients: of the epilogues' programs.
+    """
+    (batch, rows), count, tiles = arrays[0].shape[:2], len(arrays), len(gradients.dtypes)
+    made_spec = dataclasses.replace(spec, gradients=gradients)
+    joined_types = [epilogue.out_avals[:tiles] for epilogue in epilogues]
+    other_types = [x for epilogue in epilogues for x in epilogue.out_avals[tiles:]]
+    dtypes = [x.dtype for x in (*joined_types[0], *other_types)]
+
+    def apart(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        found = _gradients(*arguments[:count], spec=spec)
+        each = [
+            epilogue.call(as_matrix(x).astype(jnp.float32), *gradients.operands_of(i, arguments[count:]))
+            for i, (epilogue, x) in enumerate(zip(epilogues, found, strict=False))
+        ]
+        joined = [
+            jnp.concatenate([outputs[i] for outputs in each], axis=0 if store.transposed else 1)
+            for i, store in enumerate(gradients.programs[0].stores)
+        ]
+        return *joined, *(x for outputs in each for x in outputs[tiles:]), *found[3:]
+
+    def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        made = _bind(attention_backward_p, *arguments, spec=made_spec)
+        of_gradients = len(gradients.result_dtypes)
+        outputs = gradients.outputs(made[:of_gradients], arguments[count:], batch * rows)
+        return *(x.astype(dtype) for x, dtype in zip(outputs, dtypes, strict=True)), *made[of_gradients:]
+
+    def forward(*arguments: jax.Array) -> tuple[Any, Any]:
+        return jax.vjp(apart, *arguments)
+
+    def backward(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = pullback(tuple(cotangents))
+        return found
+
+    outputs = differentiable("attention", run, forward, backward)(*arrays, *operands)
+    return list(outputs[: len(dtypes)]), list(outputs[len(dtypes) :])
+
+
 def _by_xla(function: Callable[..., Any], types: Sequence[Any], arrays: Sequence[jax.Array]) -> Any:
     """function(*arrays), whose results have these types; XLA's partitioner divides it over explicit mesh axes too."""
     axes = explicit_axes(jax.sharding.get_abstract_mesh())
@@ -308,9 +370,13 @@ def _type_like(q: Any, shape: Sequence[Any], dtype: Any, mesh_axes: Sequence[tup
 
 
 def _backward_types(*arrays: Any, spec: AttentionSpec) -> list[Any]:
-    of_sinks = [_type_of_rows(arrays[0])] if spec.mask.has_sinks else []
-    dq, dk, dv, *of_score = (x.update(weak_type=False) for x in (*arrays[:3], *spec.gradient_arrays(arrays)))
-    return [dq, dk, dv, *of_sinks, *of_score]
+    q, k, v = arrays[:3]
+    of_sinks = [_type_of_rows(q)] if spec.mask.has_sinks else []
+    of_score = [x.update(weak_type=False) for x in spec.gradient_arrays(arrays)]
+    if spec.gradients is None:
+        return [*(x.update(weak_type=False) for x in (q, k, v)), *of_sinks, *of_score]
+    each = zip(spec.gradients.shapes(q.shape, v.shape), spec.gradients.result_dtypes, strict=True)
+    return [*(_type_like(q, shape, dtype, ((),) * len(shape)) for shape, dtype in each), *of_sinks, *of_score]
 
 
 _TYPES = {x: _backward_types if is_backward(x) else _forward_types for x in FORMS}
@@ -325,7 +391,7 @@ def _batch(
     arrays: Sequence[jax.Array], dims: Sequence[int | None], *, spec: AttentionSpec, primitive: jex_core.Primitive
 ) -> tuple[list[jax.Array], list[int]]:
     """More sequences: the new axis and B become one. What lacks the new axis is repeated, but for what B shares too."""
-    if spec.results is not None:
+    if spec.plain is not spec:
         return _batch_apart(arrays, dims, spec=spec, primitive=primitive)
     each = list(zip(arrays, dims, strict=True))
     size, cuts = next((x.shape[dim], explicit_cuts(x)[dim]) for x, dim in each if dim is not None)
@@ -359,18 +425,20 @@ def _batch(
 def _batch_apart(
     arrays: Sequence[jax.Array], dims: Sequence[int | None], *, spec: AttentionSpec, primitive: jex_core.Primitive
 ) -> tuple[list[jax.Array], list[int]]:
-    """A batch whose results beside y XLA makes: each has maxima of its own."""
-
-    results = spec.results
-    assert results is not None
-
-    def one(*arrays: jax.Array) -> list[jax.Array]:
-        arguments, operands = spec.apart(arrays)
-        y, lse = primitive.bind(*arguments, spec=spec.plain)
-        return results.beside(y, lse, operands)
-
+    """A batch of which XLA makes what is made of y or of the gradients: each has maxima of its own."""
+    one = functools.partial(form_apart, spec=spec, primitive=primitive)
     outputs = jax.vmap(one, in_axes=tuple(dims))(*arrays)
     return list(outputs), [0] * len(outputs)
+
+
+def form_apart(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
+    """The results of a primitive of which XLA makes what is made of y, or of dq, dk and dv."""
+    arguments, operands = spec.apart(arrays)
+    found = primitive.bind(*arguments, spec=spec.plain)
+    if spec.results is None:
+        return with_gradients(found, operands, spec.gradients)
+    y, lse = found
+    return spec.results.beside(y, lse, operands)
 
 
 def _cut(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:

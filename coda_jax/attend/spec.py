@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from coda_jax.attend.gradients import Gradients
 from coda_jax.attend.results import Results
 from coda_jax.attend.score.program import Score
 from coda_jax.epilogue.call_site import CallSite
@@ -115,6 +116,7 @@ class AttentionSpec:
       site: the user's line, for messages.
       results: what the forward pass makes of y; None for nothing.
       score_gradients: the numbers of the score's arrays of which the backward pass gives the gradients, too.
+      gradients: what the backward pass makes of dq, dk and dv in their place; None for nothing.
     """
 
     mask: MaskSpec
@@ -125,15 +127,20 @@ class AttentionSpec:
     site: CallSite = _NOWHERE
     results: Results | None = None
     score_gradients: tuple[int, ...] = ()
+    gradients: Gradients | None = None
 
     @property
     def plain(self) -> AttentionSpec:
-        """The same without results beside y."""
-        return self if self.results is None else dataclasses.replace(self, results=None)
+        """The same without what is made of y, or of dq, dk and dv."""
+        return self if self._made is None else dataclasses.replace(self, results=None, gradients=None)
+
+    @property
+    def _made(self) -> Results | Gradients | None:
+        return self.gradients if self.results is None else self.results
 
     def apart(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Arguments of a primitive without the operands of the results, and these."""
-        count = len(arguments) - (0 if self.results is None else self.results.count)
+        """Arguments of a primitive without the operands of what is made of its results, and these."""
+        count = len(arguments) - (0 if self._made is None else self._made.count)
         return list(arguments[:count]), list(arguments[count:])
 
     @property
@@ -155,7 +162,6 @@ class AttentionSpec:
         return [of_score[number] for number in self.score_gradients]
 
     def __str__(self) -> str:  # in a printed jaxpr
-        empty = [name for name in ("results", "score_gradients") if not getattr(self, name)]
-        hidden = ("site", *empty)
+        hidden = ("site", *(name for name in ("results", "gradients", "score_gradients") if not getattr(self, name)))
         names = [field.name for field in dataclasses.fields(self) if field.name not in hidden]
         return f"({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import MOST_INSTRUCTIONS, Plan, fits_beside, program_beside, reason_beside
+from coda_jax.graph.pulled_back import Behind
 from coda_jax.graph.values import Map, Product, Value, reachable
 
 
@@ -19,14 +20,16 @@ def described(plan: Plan, name: str) -> str:
         stored = f"{_count(tiles, 'tile')}, {_count(len(step.stores) - tiles, 'vector')}"
         lines.append(f"{name}_{i}  {_factors(step.product)}: {maps or 'nothing'}; stores {stored}")
     beside = {y.call: values for y, values in plan.beside.items()}
-    calls = dict.fromkeys(_call_line(x.call, beside) for x in plan.by_xla if isinstance(x, Result))
-    made = {x for values in beside.values() for x in values}
+    made = {x for values in (*beside.values(), *(x.tiles for x in plan.behind.values())) for x in values}
+    calls = dict.fromkeys(_call_line(x.call, beside, plan.behind) for x in plan.by_xla if isinstance(x, Result))
     passes = [x for x in plan.by_xla if x.is_tile and not isinstance(x, Result) and x not in made]
     return "\n".join([*lines, *calls, *(f"XLA  {name_of(x)} {_shape(x)}: {why_by_xla(plan, x)}" for x in passes)])
 
 
-def _call_line(call: Call, beside: Mapping[Call, Sequence[Value]]) -> str:
-    """A call, with the maps that attention's kernel makes of its result."""
+def _call_line(call: Call, beside: Mapping[Call, Sequence[Value]], behind: Mapping[Call, Behind]) -> str:
+    """A call, with the maps that attention's kernels make of its results."""
+    if call in behind:
+        return f"{call.name}: {', '.join(dict.fromkeys(map(name_of, behind[call].maps)))} in the place of its results"
     maps = ", ".join(dict.fromkeys(name_of(x) for x in beside.get(call, ())))
     return f"XLA  {call.name}" if not maps else f"{call.name}: {maps} beside its result"
 

@@ -29,7 +29,8 @@ from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.attended import is_attended, may_join
-from coda_jax.graph.calls import Result
+from coda_jax.graph.calls import Call, Result
+from coda_jax.graph.pulled_back import Behind, behind_attention
 from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, inputs_read, is_float, reachable
 
 # The most instructions of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048)
@@ -70,6 +71,7 @@ class Plan:
       by_xla: the maps that XLA makes and stores in memory, in order.
       beside: of these, for each result of attention those that its kernel may make, in order.
       unread: results of attention in memory that nothing else reads.
+      behind: for each derivative of attention what its kernels make of dq, dk and dv, which nothing else reads.
       factors_alone: the tiles in memory that products alone read, as factors.
       leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
@@ -110,6 +112,9 @@ class Plan:
         self.leaves_of_passes = frozenset(x for x in self._read_by_passes() if isinstance(x, Leaf))
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
+        self.behind: dict[Call, Behind] = behind_attention(
+            self.by_xla, order, self._epilogue, self.as_stored.union(wanted), self._is_read_behind
+        )
 
     # --- where values are known
 
@@ -247,6 +252,11 @@ class Plan:
             self.place[x] <= self.place[y]
             and y.call not in {of.call for of in reachable([x], self.given) if isinstance(of, Result)}
         )
+
+    def _is_read_behind(self, x: Value, gradient: Result) -> bool:
+        """Whether a value is known before a derivative of attention, and no tile that a pass would have to make."""
+        is_there = x in self._in_memory or x in self.given or isinstance(x, Leaf) or not x.is_tile
+        return is_there and self.is_known_before(gradient)(x)
 
     def read_beside(self, y: Result) -> list[Value]:
         """The scalars that the maps beside a result of attention read."""

@@ -23,6 +23,7 @@ from coda_jax.graph.on_mesh import is_on_mesh, reshaped_as
 from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
+from coda_jax.graph.pulled_back import Behind, called_behind
 from coda_jax.graph.unflattened import Unflattened
 from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, is_float, reachable, source_of
 from coda_jax.jaxprs.source_lines import at_line_of
@@ -120,6 +121,7 @@ class _Run:
                 self._results.setdefault(value.call, []).append(value)
         self._beside = {x: y for y, values in self.plan.beside.items() for x in values}
         self._apart: set[Result] = set()  # results of attention whose maps XLA makes
+        self._behind = {x: behind for behind in self.plan.behind.values() for x in behind.made}
 
     def dtype_of(self, value: Value) -> np.dtype[Any]:
         """As which the value lies in memory."""
@@ -169,6 +171,9 @@ class _Run:
 
     def _in_pass(self, value: Value) -> Part | Pieces:
         """A map or a transpose, as a pass of XLA's makes it; what it reads is made in the same pass or known."""
+        for of in reachable([value], {*self.arrays, *self._by_xla} - {value}) if self._behind else ():
+            if of in self._behind:
+                self._make_beside(of)
         read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
         for of in reachable([value], read):
             if isinstance(of, Map | Turned) and of not in read and of not in made:
@@ -192,14 +197,36 @@ class _Run:
         for y in value.call.results:
             if y in self.plan.beside:
                 self._attend(y)
+        behind = self.plan.behind.get(value.call)
+        if behind is not None and behind.made[0] in self._behind:
+            self._pull_back(behind)
         if value not in self.arrays:
             of = dict.fromkeys([value, *self._results.get(value.call, ())])
             self._take(called(list(of), [self.known(x) for x in value.inputs]))
 
     def _make_beside(self, value: Value) -> None:
-        """Makes a value that attention's kernel makes with the other results of attention."""
+        """Makes a value that attention's kernels make with the other results of attention, or of its derivative."""
         if value in self._beside and value not in self.arrays:
             self._attend(self._beside[value])
+        if value in self._behind and value not in self.arrays:
+            self._pull_back(self._behind[value])
+
+    def _pull_back(self, behind: Behind) -> None:
+        """Makes what is made of dq, dk and dv, and the other results of the call; nothing where XLA makes it."""
+        for x in behind.made:
+            self._behind.pop(x, None)  # who asks for what these read, or for them again, has what is known then
+        inputs, operands = ([self.known(x) for x in of] for of in (behind.call.inputs, behind.read))
+        if is_on_mesh(*inputs, *operands) or behind.gradients[0].dtype != self.dtype:
+            return
+        others = [x for x in self._results.get(behind.call, ()) if x not in behind.gradients]
+        matrices = [x.reshape(of.shape) for x, of in zip(operands, behind.read, strict=True)]
+        made = called_behind(behind, others, inputs, matrices, [self.dtype_of(x) for x in behind.tiles])
+        if made is None:
+            return
+        self._take(made[0])
+        for value, made_array in made[1].items():
+            array = made_array.reshape(value.shape if isinstance(value, Turned) else self._shape_of(value))
+            self.arrays[value] = self._named(value, self.constrained(value, array))
 
     def _attend(self, y: Result) -> None:
         """Makes the results of attention with the maps beside y; nothing where XLA makes these."""

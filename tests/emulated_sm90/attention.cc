@@ -39,6 +39,8 @@ struct Problem {
   const void* score_arrays[4];
   float* gradient_sums[4];
   void* results[8];
+  void *of_queries[16], *of_keys[16], *of_values[16];
+  int columns;
 
   ptx::TensorMap map(const unsigned short* of, int width, int of_heads, int rows, int box_rows) const {
     return {of, {width, of_heads, rows, batch}, box_rows};
@@ -55,11 +57,11 @@ struct Problem {
     if constexpr (count > 0) std::copy(gradient_sums, gradient_sums + count, of.sums);
     return of;
   }
-  /// The arrays of results beside y.
-  template <int count>
-  attention::Pointers<count> beside_y() const {
-    attention::Pointers<count> found;
-    if constexpr (count > 0) std::copy(results, results + count, found.pointer);
+  /// The arrays of results beside y, or in the place of a gradient.
+  template <int count, int which = 0>
+  static attention::Pointers<count, which> pointers(void* const* of) {
+    attention::Pointers<count, which> found;
+    if constexpr (count > 0) std::copy(of, of + count, found.pointer);
     return found;
   }
   attention::Broadcast broadcast(const int (&sizes)[4]) const { return {sizes[0], sizes[1], sizes[2], sizes[3]}; }
@@ -96,7 +98,7 @@ extern "C" const char* forward(const Problem& p) {
       operands_of<decltype(Params::mask)>(
           {p.intervals, p.query_ids, p.key_ids, p.needed, p.full, p.order, p.dense, p.bias}, p, p.row_bits),
       p.score<Kernel::Score::arrays>(),
-      p.beside_y<attention::result_pointers<Tiles::Forward>()>(),
+      p.pointers<attention::result_pointers<Tiles::Forward>()>(p.results),
       p.batch,
       p.queries,
       p.keys,
@@ -141,6 +143,8 @@ extern "C" const char* backward(const Problem& p) {
       p.turns,
       p.score<Kernel::Score::arrays>(),
       p.gradients<Kernel::Score::gradients>(),
+      p.pointers<attention::key_pointers<Tiles::Backward>(), 0>(p.of_keys),
+      p.pointers<attention::value_pointers<Tiles::Backward>(), 1>(p.of_values),
       p.batch,
       p.queries,
       p.keys,
@@ -156,8 +160,27 @@ extern "C" const char* backward(const Problem& p) {
              Kernel::shared_bytes, [&] { attention::backward<Tiles::Backward>(params); });
 }
 
+/// What is made of dq. A template: not all Tiles have results of it.
+template <class Config>
+static const char* finish_dq_results(const Problem& p) {
+  const attention::FinishResultsParams<Config> params = {
+      p.sums, p.turns, p.pointers<Config::result_pointers>(p.of_queries), p.batch, p.queries, p.heads, p.columns,
+      p.scale};
+  const int blocks = p.batch * p.heads * attention::tiles_of(p.queries, Config::queries) * (Config::queries / 64);
+  return run(p, blocks, 128, 0, [&] { attention::finish_dq_results<Config>(params); });
+}
+template <class Of>
+static const char* finished(const Problem& p) {
+  if constexpr (attention::makes_results<typename Of::Backward>) {
+    return finish_dq_results<typename Of::OfQueries>(p);
+  } else {
+    return nullptr;
+  }
+}
+
 extern "C" const char* finish_dq(const Problem& p) {
   using Kernel = attention::Backward<Tiles::Backward>;
+  if (const char* made = finished<Tiles>(p)) return made;
   const attention::FinishParams params = {p.sums, p.turns, p.dq, p.batch, p.queries, p.heads, p.scale};
   return run(p, p.batch * p.heads * attention::tiles_of(p.queries, Kernel::queries) * 2, 128, 0,
              [&] { attention::finish_dq<Tiles::Backward>(params); });

@@ -1,0 +1,80 @@
+"""The kernels' side of `Gradients`: the epilogue of one of dq, dk and dv, its parameters, and what it reduces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coda_jax.attend.gradients import Gradients
+from coda_jax.epilogue import Axis, Program
+from coda_jax.epilogue import emit as emit_epilogue
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """The epilogue of one gradient, as `Results` of cuda/attention_results.cuh takes it."""
+
+    program: Program
+    dtypes: tuple[np.dtype, ...]
+
+    @classmethod
+    def of(cls, gradients: Gradients, which: int) -> Joined:
+        """The epilogue of dq, of dk or of dv: 0, 1 or 2."""
+        return cls(gradients.programs[which], gradients.dtypes)
+
+    def pointers(self, operands: Sequence[int], reductions: Sequence[int], stores: Sequence[int]) -> list[int]:
+        """The buffers, from those of its operands, of its reductions and of the stores."""
+        tiles = [operands[i] for i in self.program.tile_operands]
+        return [*(operands[i] for i in self._others), *reductions, *tiles, *stores]
+
+    @property
+    def _others(self) -> list[int]:
+        return [i for i, operand in enumerate(self.program.operands) if not operand.kind.by_tensor_map]
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """Members of a Config."""
+        program = self.program
+        first = len(self._others) + len(program.reductions)
+        return {"result_pointers": first + len(program.tile_operands) + len(program.stores), "first_store": first}
+
+    def text(self) -> str:
+        """The definition of the Epilogue."""
+        return emit_epilogue(self.program, self.dtypes, [False] * len(self.program.operands))
+
+    def reduction_types(self, x: Sequence[Any], words: Any) -> list[Any]:
+        """Types of what the kernel reduces of a gradient of this shape: a number of each row and head, or of each warp.
+
+        Args:
+          words: how many warps store something of a head.
+        """
+        batch, rows, heads, _ = x
+        shapes = ((batch, heads, words) if of.axis is Axis.ALL else (batch, rows, heads) for of in self._reductions)
+        return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def reduced(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The reductions, (B, T) or (), from what the kernel reduces."""
+        each = zip(self._reductions, arrays, strict=True)
+        return [of.op.reduce(x, (0, 1, 2) if of.axis is Axis.ALL else 2) for of, x in each]
+
+    @property
+    def _reductions(self) -> Sequence[Any]:
+        return self.program.reductions
+
+
+def can_be_made(gradients: Gradients, q: Any, k: Any, v: Any, splits: Any) -> bool:
+    """Whether the kernels can make these of the gradients of such arrays.
+
+    Queries and keys are as many, dk and dv are not summed from parts, and transposed rows are of whole 16 bytes, which
+    no sequence shares.
+    """
+    rows = q.shape[1]
+    is_joined = tuple(q.shape[:2]) == tuple(k.shape[:2]) and splits == 1
+    has_whole_words = not gradients.has_transposed or (isinstance(rows, int) and rows % 16 == 0)
+    width = (q.shape[2] + k.shape[2]) * q.shape[3] + k.shape[2] * v.shape[3]
+    return is_joined and has_whole_words and isinstance(width, int)

@@ -1,0 +1,373 @@
+"""Attention's derivative in a graph: a call whose kernels make maps of dq, dk and dv in their place.
+
+    t = rstd [R^T dq | R^T dk | dv],  t8 = saturate(s t),  t8^T     what the product behind q, k and v reads backward,
+    max |t|,  sum(q dq) + sum(k dk) + sum(v dv)                     behind the derivative of coda.attention(q, k, v)
+
+All that reads dq, dk and dv joins, or nothing does: tiles that join their columns, made of single elements, or of the
+pairs of a head's halves, and of tables of heads, numbers of each row, scalars and tiles that are known before, as
+`attend.gradients` says of the programs; transposes of such tiles in 8 bits; and sums of rows, and maxima. Each sees the
+gradients as they are stored, so that tiles are those of a pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from coda_jax.attend.gradients import Gradients, unsupported
+from coda_jax.attend.kernel import makes_gradients
+from coda_jax.attend.primitive import backward_primitives, pull_back_with
+from coda_jax.attend.spec import AttentionSpec
+from coda_jax.epilogue import Epilogue, NotTileLocalError, trace
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
+from coda_jax.epilogue.user_code import default_types
+from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.graph.calls import Call, Result, called_by
+from coda_jax.graph.evaluate import as_seen
+from coda_jax.graph.pieces import Pieces, as_type, in_pieces
+from coda_jax.graph.values import Map, Turned, Value, inputs_read, is_float, reachable
+from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.evaluate import bound, evaluate
+
+_VIEWS = frozenset({"reshape", "name", "sharding_constraint"})  # of gradients, that keep their values and their order
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """The equation of a jaxpr that is the derivative of `coda.attention`.
+
+    Attributes:
+      equation: whose first results are dq, dk and dv.
+      spec: of the primitive in it.
+      places: the numbers of the equation's inputs that are the primitive's.
+      results: the numbers of the jaxpr's results that are dq, dk and dv.
+    """
+
+    equation: core.JaxprEqn
+    spec: AttentionSpec
+    places: tuple[int, ...]
+    results: tuple[int, int, int]
+
+    @property
+    def types(self) -> list[Any]:
+        """The types of q, k and v, and so of dq, dk and dv."""
+        return [x.aval for x in self.equation.outvars[:3]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Behind:
+    """The maps of dq, dk and dv that attention's kernels make.
+
+    Attributes:
+      gradients: dq, dk and dv.
+      tiles: in memory, each of columns of the three.
+      vectors: maps of the gradients and of tiles behind them that are no tiles themselves.
+      maps: all that are between the gradients and these, and these, inputs before users.
+      read: the other values that the maps read.
+    """
+
+    gradients: tuple[Result, Result, Result]
+    tiles: tuple[Value, ...]
+    vectors: tuple[Value, ...]
+    maps: tuple[Map | Turned, ...]
+    read: tuple[Value, ...]
+
+    @property
+    def call(self) -> Call:
+        """The derivative of attention."""
+        return self.gradients[0].call
+
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """All values that the kernels make."""
+        return *self.tiles, *self.vectors
+
+
+def behind_attention(
+    by_xla: Sequence[Value],
+    order: Sequence[Value],
+    epilogues: Collection[Value],
+    unjoined: Set[Value],
+    is_known: Callable[[Value, Result], bool],
+) -> dict[Call, Behind]:
+    """For each derivative of attention the maps of dq, dk and dv that its kernels make: all of them, or it has none.
+
+    Args:
+      by_xla: the values that XLA makes and stores.
+      order: all values of the plan, inputs before users.
+      epilogues: the values that epilogues of products make.
+      unjoined: values that somebody else reads, or in another way than a map does.
+      is_known: whether a value is in memory, or a vector, and known before a call that has this result.
+    """
+    found = {}
+    for call in dict.fromkeys(x.call for x in by_xla if isinstance(x, Result)):
+        derivative = _derivative_of(call)
+        gradients = () if derivative is None else tuple(call.results[i] for i in derivative.results)
+        if derivative is None or not all(x in by_xla for x in gradients):
+            continue
+        behind = _behind(gradients, by_xla, order, epilogues)
+        if behind is None or not unjoined.isdisjoint((*behind.gradients, *behind.maps)):
+            continue
+        if all(is_known(x, gradients[0]) for x in behind.read) and _may_be_made(behind, derivative):
+            found[call] = behind
+    return found
+
+
+def _derivative_of(call: Call) -> _Derivative | None:
+    """A call as the derivative of attention; None of another, of attention by XLA, and over explicit or manual axes."""
+    if call.is_on_mesh:
+        return None
+    if "derivative of attention" not in call.traces:
+        call.traces["derivative of attention"] = _derivative_in(call.jaxpr)
+    found: _Derivative | None = call.traces["derivative of attention"]
+    return None if found is None or found.spec.implementation == "xla" else found
+
+
+def _derivative_in(closed: core.ClosedJaxpr) -> _Derivative | None:
+    """The derivative of attention in a jaxpr, of whose results three are views of dq, dk and dv."""
+    jaxpr = closed.jaxpr
+    for equation in jaxpr.eqns:
+        if equation.primitive.name not in CUSTOM_DERIVATIVES:
+            continue
+        inner, constants = opened(callee(equation))
+        if len(inner.eqns) != 1 or constants or inner.eqns[0].primitive not in backward_primitives:
+            continue
+        (one,) = inner.eqns
+        numbers: dict[Any, int] = {variable: i for i, variable in enumerate(inner.invars)}
+        if list(inner.outvars) != list(one.outvars) or not all(x in numbers for x in one.invars):
+            return None
+        results = [i for x in equation.outvars[:3] if (i := _result_of(jaxpr, x)) is not None]
+        if len(results) != 3:
+            return None
+        places = tuple(numbers[x] for x in one.invars)
+        return _Derivative(equation, one.params["spec"], places, (results[0], results[1], results[2]))
+    return None
+
+
+def _result_of(jaxpr: core.Jaxpr, variable: Any) -> int | None:
+    """The number of the jaxpr's only result that is made of this gradient (B, T, H, D), and is a view of it."""
+    batch, rows, heads, width = variable.aval.shape
+    while True:
+        users = [equation for equation in jaxpr.eqns if any(x is variable for x in equation.invars)]
+        places = [i for i, x in enumerate(jaxpr.outvars) if x is variable]
+        if not users and len(places) == 1:
+            is_matrix = same_size(variable.aval.shape[-1], heads * width)
+            return places[0] if is_matrix and same_shape(variable.aval.shape[:-1], (batch, rows)) else None
+        if places or len(users) != 1 or users[0].primitive.name not in _VIEWS:
+            return None
+        (variable,) = users[0].outvars
+
+
+def _behind(
+    gradients: Sequence[Any],
+    by_xla: Sequence[Value],
+    order: Sequence[Value],
+    epilogues: Collection[Value],
+) -> Behind | None:
+    """The maps of dq, dk and dv, if passes make all of them, and store the tiles that anything else reads."""
+    dq, dk, dv = gradients
+    stored = frozenset(by_xla).difference(gradients)
+    tiles: dict[Value, None] = dict.fromkeys(gradients)  # also those that are computed again where they are read
+    maps: list[Map | Turned] = []
+    for value in order:
+        if value in tiles or tiles.keys().isdisjoint(inputs_read(value)):
+            continue
+        if isinstance(value, Map | Turned) and value not in epilogues:
+            maps.append(value)
+            if value.is_tile:
+                tiles[value] = None
+        elif any(x in tiles and x not in stored for x in inputs_read(value)):
+            return None
+    joined = tuple(x for x in tiles if x in stored)
+    vectors = tuple(x for x in maps if x not in tiles)
+    read = dict.fromkeys(x for value in maps for x in inputs_read(value) if x not in tiles)
+    return Behind((dq, dk, dv), joined, vectors, tuple(maps), tuple(read)) if joined else None
+
+
+def _may_be_made(behind: Behind, derivative: _Derivative) -> bool:
+    """Whether the kernels can make the maps, but for the dtypes of operands."""
+    dtypes = [x.dtype if is_of_8_bits(x.dtype) else np.dtype(FLOAT32) for x in behind.tiles]
+    return _made(behind, derivative, [_narrow(x, behind) for x in behind.read], dtypes) is not None
+
+
+def _narrow(x: Value, behind: Behind) -> jax.ShapeDtypeStruct:
+    """The type of a value, of 16 bits where it is a tile that may be stored so."""
+    is_stored = x.is_tile and is_float(x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, behind.gradients[0].dtype if is_stored else x.type.dtype)
+
+
+# ---- as epilogues
+
+
+class _Traced(NamedTuple):
+    """The maps as epilogues of dq, dk and dv, whose first outputs are columns of the tiles, and others vectors.
+
+    Attributes:
+      epilogues: of the three.
+      places: for each the numbers of its operands among those of all.
+    """
+
+    epilogues: tuple[Epilogue, Epilogue, Epilogue]
+    places: tuple[tuple[int, ...], ...]
+
+
+class _NotJoined(Exception):
+    """A tile does not have its columns from dq, dk and dv each, or a vector is of several, and no maximum."""
+
+
+def _made(
+    behind: Behind, derivative: _Derivative, types: Sequence[Any], dtypes: Sequence[np.dtype[Any]]
+) -> tuple[_Traced, Gradients] | None:
+    """The maps as epilogues, and what the kernels take of these; None where they cannot make it.
+
+    Args:
+      types: of the operands.
+      dtypes: of the tiles.
+    """
+    traced = _traced(behind, types)
+    if traced is None:
+        return None
+    dq, dk, dv = (epilogue.program for epilogue in traced.epilogues)
+    for program, of in zip((dq, dk, dv), derivative.types, strict=True):
+        if unsupported(program, dtypes, of.shape[3], len(dtypes)) is not None:
+            return None
+    gradients = Gradients((dq, dk, dv), traced.places, len(types), tuple(dtypes))
+    q, k, v = derivative.types
+    return (traced, gradients) if makes_gradients(gradients, q, k, v, derivative.spec) else None
+
+
+def _traced(behind: Behind, types: Sequence[Any]) -> _Traced | None:
+    """The maps as epilogues, of operands of these types; None where they are no epilogues of each."""
+
+    def all_pieces(*arrays: jax.Array) -> list[list[jax.Array]]:
+        made: dict[Value, Any] = dict(zip(behind.gradients, arrays[:3], strict=True))
+        made |= {x: as_seen(array) for x, array in zip(behind.read, arrays[3:], strict=True)}
+        for value in behind.maps:
+            inputs = [_seen(made[x]) for x in inputs_read(value)]
+            made[value] = (
+                _of_vector(value, inputs, behind) if value in behind.vectors else _of_tile(value, inputs, behind)
+            )
+        outputs: list[list[jax.Array]] = [[], [], []]
+        for x in behind.tiles:
+            if not isinstance(made[x], Pieces) or len(made[x].parts) != 3:
+                raise _NotJoined
+        for i, of_gradient in enumerate(outputs):
+            of_gradient += [made[x].parts[i] for x in behind.tiles]
+            of_gradient += [made[x][i] for x in behind.vectors if i in made[x]]
+        return outputs
+
+    acc_types = [x.type for x in behind.gradients]
+    try:
+        with default_types():
+            closed, shapes = jax.make_jaxpr(all_pieces, return_shape=True)(*acc_types, *types)
+        made = [_traced_of(i, closed, list(map(len, shapes)), acc_types[i], types) for i in range(3)]
+    except (_NotJoined, NotTileLocalError):
+        return None
+    (dq, dq_places), (dk, dk_places), (dv, dv_places) = made
+    return _Traced((dq, dk, dv), (dq_places, dk_places, dv_places))
+
+
+def _traced_of(
+    which: int, closed: core.ClosedJaxpr, counts: Sequence[int], acc: Any, types: Sequence[Any]
+) -> tuple[Epilogue, tuple[int, ...]]:
+    """The outputs of one gradient as its epilogue, and the numbers of the operands that it reads."""
+    flags = [i == which for i, count in enumerate(counts) for _ in range(count)]
+    jaxpr, is_read = partial_eval.dce_jaxpr(closed.jaxpr, flags)
+    if [i for i in range(3) if is_read[i]] != [which]:
+        raise _NotJoined
+    places = tuple(i for i, flag in enumerate(is_read[3:]) if flag)
+    body = core.ClosedJaxpr(jaxpr, closed.consts)
+
+    def epilogue(acc: jax.Array, *operands: jax.Array) -> list[Any]:
+        return core.jaxpr_as_fun(body)(acc, *(as_seen(x) for x in operands))
+
+    traced, captured = trace(epilogue, jax.ShapeDtypeStruct(acc.shape, FLOAT32), [types[i] for i in places])
+    if captured:
+        raise _NotJoined
+    return traced, places
+
+
+def _of_tile(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> Any:
+    """A tile as pieces, from inputs that may be pieces."""
+    if isinstance(value, Turned):
+        parts: Sequence[Any] = inputs[0].parts if isinstance(inputs[0], Pieces) else ()
+        return Pieces([part.T.astype(value.dtype) for part in parts]) if parts else inputs[0].T
+    (x,) = in_pieces(value.primal()[0], inputs, bind)
+    return as_type(x, behind.gradients[0].dtype) if value.is_rounded else x
+
+
+def _seen(x: Any) -> Any:
+    """An array or pieces as a map sees them."""
+    return Pieces(list(map(_seen, x.parts))) if isinstance(x, Pieces) else as_seen(x)
+
+
+def _of_vector(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> dict[int, jax.Array]:
+    """A vector, by the gradient of which an epilogue makes it: of one; or a maximum of the magnitudes of all three."""
+    assert isinstance(value, Map)
+    jaxpr = value.primal()[0]
+    of = [i for i, x in enumerate(behind.gradients) if x in reachable([value], behind.read)]
+    if len(of) == 1:
+        (x,) = in_pieces(jaxpr, inputs, bind)
+        return {of[0]: x}
+    if not any(x.amax is value for x in value.inputs) or not isinstance(inputs[0], Pieces):
+        raise _NotJoined
+    return {i: in_pieces(jaxpr, [part], bind)[0] for i, part in enumerate(inputs[0].parts)}
+
+
+# ---- as it runs
+
+
+def called_behind(
+    behind: Behind, results: Sequence[Result], arrays: Sequence[jax.Array], operands: Sequence[jax.Array], dtypes: Any
+) -> tuple[dict[Result, jax.Array], dict[Value, jax.Array]] | None:
+    """The arrays of these other results of the call, and those of all that is made of dq, dk and dv.
+
+    None where the kernels cannot make these.
+
+    Args:
+      arrays: of the call's inputs.
+      operands: of the values that the maps read, in the values' shapes.
+      dtypes: of the tiles.
+    """
+    derivative = _derivative_of(behind.call)
+    assert derivative is not None, "it was found when the plan was made"
+    of_kernels = _made(behind, derivative, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands], dtypes)
+    if of_kernels is None:
+        return None
+    traced, gradients = of_kernels
+    outputs: list[jax.Array] = []
+
+    def evaluated(closed: core.ClosedJaxpr, inputs: Sequence[jax.Array]) -> list[Any]:
+        def apply(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+            if equation is not derivative.equation:
+                return bound(equation, inputs)
+            arguments = [inputs[place] for place in derivative.places]
+            made, of_sinks = pull_back_with(
+                arguments, operands, traced.epilogues, spec=derivative.spec, gradients=gradients
+            )
+            outputs.extend(made)
+            unread = [jnp.zeros(x.shape, x.dtype) for x in derivative.types]
+            return [*unread, *of_sinks]
+
+        return evaluate(closed.jaxpr, closed.consts, inputs, apply, opens=())
+
+    found = called_by(evaluated, behind.call, results, arrays)
+    count = len(behind.tiles)
+    each = zip(behind.tiles, outputs, dtypes, strict=False)
+    made: dict[Value, jax.Array] = {x: array.astype(dtype) for x, array, dtype in each}
+    remaining = iter(outputs[count:])
+    of_vectors: dict[Value, list[jax.Array]] = {x: [] for x in behind.vectors}
+    for i in range(3):
+        for x in behind.vectors:
+            if behind.gradients[i] in reachable([x], behind.read):
+                of_vectors[x].append(next(remaining))
+    return found, made | {x: functools.reduce(jnp.maximum, of) for x, of in of_vectors.items()}
