@@ -105,6 +105,7 @@ struct Results {
     Word scalar[at_least_one(Epilogue::scalars)];
     Word column_vector[at_least_one(Epilogue::column_vectors)][2];
   };
+  using Tables = Word[at_least_one(Epilogue::rope_tables)][2];  // of a pair of adjacent columns
   /// Of the columns at a time: values of the tiles that it reads.
   using Loads = Fragment<columns / halves>[at_least_one(Epilogue::tile_loads)];
 
@@ -198,44 +199,44 @@ struct Results {
     });
   }
 
-  /// Adjacent words of a table of heads for a pair of columns of each half.
-  template <class Arrays, class Element>
+  /// Words of tables of heads for a pair of adjacent columns.
+  template <class Arrays>
   __device__ __forceinline__ static void load_tables(const Arrays& arrays, const FragmentPlace& place, int column,
-                                                     int r, Element (&element)[2]) {
+                                                     int r, Tables& tables) {
     static_for<Epilogue::rope_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::rope_table[index];
       constexpr int half_width = width / 2;
       long long row = product_row(place, r);
       if constexpr (access.period > 0) row %= access.period;
-      Word words[2];
       load_adjacent<access.dtype, 2>(arrays.pointer[access.pointer],
-                                     row * (access.halves * half_width) + access.half * half_width + column, words);
-#pragma unroll
-      for (int c = 0; c < 2; ++c) element[c].rope_table[index] = words[c];
+                                     row * (access.halves * half_width) + access.half * half_width + column,
+                                     tables[index]);
     });
   }
 
-  template <class Arrays, class Place, class Value>
-  __device__ __forceinline__ static void evaluate(const Arrays& arrays, const Place& place, int first,
+  template <class Arrays, class Value>
+  __device__ __forceinline__ static void evaluate(const Arrays& arrays, const FragmentPlace& place, int first,
                                                   const Beside& beside, const Loads& loads, const Value& value,
                                                   Made& made, Maxima& maxima, OfRows& of_rows) {
 #pragma unroll
     for (int j = 0; j < half_groups; ++j)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        typename Epilogue::Element element[2];
-        load_tables(arrays, place, column_of(first, j) + 2 * static_cast<int>(threadIdx.x % 4), r, element);
+        Tables tables;
+        load_tables(arrays, place, column_of(first, j) + 2 * static_cast<int>(threadIdx.x % 4), r, tables);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
+          typename Epilogue::Element element;
           typename Epilogue::Result result;
 #pragma unroll
           for (int half = 0; half < halves; ++half)
-            element[c].acc[half] = value(column_of(first, half * half_groups + j) / 2 + 2 * r + c);
-          static_for<Epilogue::scalars>([&](auto index) { element[c].scalar[index] = beside.scalar[index]; });
+            element.acc[half] = value(column_of(first, half * half_groups + j) / 2 + 2 * r + c);
+          static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = beside.scalar[index]; });
           static_for<Epilogue::column_vectors>(
-              [&](auto index) { element[c].column_vector[index] = beside.column_vector[index][r]; });
-          static_for<Epilogue::tile_loads>([&](auto index) { element[c].tile[index].f = loads[index].value[j][r][c]; });
-          Epilogue::template evaluate<0>(element[c], result);
+              [&](auto index) { element.column_vector[index] = beside.column_vector[index][r]; });
+          static_for<Epilogue::rope_tables>([&](auto index) { element.rope_table[index] = tables[index][c]; });
+          static_for<Epilogue::tile_loads>([&](auto index) { element.tile[index].f = loads[index].value[j][r][c]; });
+          Epilogue::template evaluate<0>(element, result);
           static_for<Epilogue::tile_values(0)>([&](auto index) {
             made[index / halves].value[index % halves * half_groups + j][r][c] = result.tile[index];
           });
@@ -266,9 +267,8 @@ struct Results {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row_of(place, r);
-        Bits* const to = row < place.rows
-                             ? static_cast<Bits*>(array_of<access.map>(arrays)) + place.template in_rows<width>(row)
-                             : nullptr;
+        const long long at = place.template in_rows<width>(row);
+        Bits* const to = row < place.rows ? static_cast<Bits*>(array_of<access.map>(arrays)) + at : nullptr;
         if constexpr (bytes_of(access.dtype) == 1) {
           uint32 words[4];
 #pragma unroll
@@ -313,9 +313,10 @@ struct Results {
         for (int i = 0; i < 4; ++i) words[i] = rows_of_column(pair<access>(of, j + i, 0), pair<access>(of, j + i, 1));
         const uint4 column = gathered(words);
         const int at = column_of(first, j) + 8 * (lane % 4) + lane / 4;
+        const long long to = place.template in_columns<width>(at);
         if (at < width && place.row < place.rows)
-          *reinterpret_cast<uint4*>(static_cast<unsigned char*>(array_of<access.map>(arrays)) +
-                                    place.template in_columns<width>(at) + place.row) = column;
+          *reinterpret_cast<uint4*>(static_cast<unsigned char*>(array_of<access.map>(arrays)) + to + place.row) =
+              column;
       }
     });
   }

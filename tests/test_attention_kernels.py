@@ -312,8 +312,12 @@ WRONG = r": .* (wrong|not finite)"
 PLANTED_IN_RESULTS = {  # a Fault, what it gives
     "columns_of_another_lane": ("from = lane % 4 * 8 + lane / 8;", "from = lane % 4 * 8 + lane / 4;", "store 1"),
     "rows_of_another_quad": ("words[2], words[3], 0x5410)", "words[2], words[3], 0x7632)", "store 0"),
-    "a_maximum_of_rows_beyond_the_end": (" && row_of(place, r) < place.rows", "", "maxima"),
-    "another_sequence": ("* place.batches + place.batch)", "* place.batches)", "store 1"),
+    "a_maximum_of_rows_beyond_the_end": ("< width && row_of(place, r) < place.rows;", "< width;", "maxima"),
+    "another_sequence": (
+        "head) * width + of_column) * batches + batch",
+        "head) * width + of_column) * batches",
+        "store 1",
+    ),
 }
 
 

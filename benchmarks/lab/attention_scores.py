@@ -112,7 +112,7 @@ def sources(function: Function | None, width: int) -> dict[str, str]:
     """The texts of the kernels with a score, by their names."""
     found: dict[str, str] = {}
 
-    def launched(arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall) -> list[jax.Array]:
+    def launched(arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall, *_: Any) -> list[jax.Array]:
         found[call.name] = call.source
         return [jnp.zeros(x.shape, x.dtype) for x in results]
 

@@ -13,6 +13,7 @@ import numpy as np
 from coda_jax.attend.gradients import Gradients
 from coda_jax.epilogue import Axis, Program
 from coda_jax.epilogue import emit as emit_epilogue
+from coda_jax.epilogue.dtypes import is_of_8_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +71,12 @@ class Joined:
 def can_be_made(gradients: Gradients, q: Any, k: Any, v: Any, splits: Any) -> bool:
     """Whether the kernels can make these of the gradients of such arrays.
 
-    Queries and keys are as many, dk and dv are not summed from parts, and transposed rows are of whole 16 bytes, which
-    no sequence shares.
+    Queries and keys are as many, and dk and dv are not summed from parts. Of 8 bits heads, and rows that are stored
+    transposed, are of whole 16 bytes, which no other head or sequence shares.
     """
-    rows = q.shape[1]
+    rows, heads, key_heads = q.shape[1], q.shape[2], k.shape[2]
     is_joined = tuple(q.shape[:2]) == tuple(k.shape[:2]) and splits == 1
-    has_whole_words = not gradients.has_transposed or (isinstance(rows, int) and rows % 16 == 0)
-    width = (q.shape[2] + k.shape[2]) * q.shape[3] + k.shape[2] * v.shape[3]
-    return is_joined and has_whole_words and isinstance(width, int)
+    is_static = isinstance(heads, int) and isinstance(key_heads, int)
+    has_whole_heads = q.shape[3] % 16 == v.shape[3] % 16 == 0 or not any(map(is_of_8_bits, gradients.dtypes))
+    has_whole_rows = not gradients.has_transposed or (isinstance(rows, int) and rows % 16 == 0)
+    return is_joined and is_static and has_whole_heads and has_whole_rows

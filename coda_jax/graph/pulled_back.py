@@ -29,7 +29,7 @@ from coda_jax.attend.spec import AttentionSpec
 from coda_jax.epilogue import Epilogue, NotTileLocalError, trace
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
-from coda_jax.epilogue.values import same_shape, same_size
+from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Call, Result, called_by
 from coda_jax.graph.evaluate import as_seen
 from coda_jax.graph.pieces import Pieces, as_type, in_pieces
@@ -114,12 +114,21 @@ def behind_attention(
         gradients = () if derivative is None else tuple(call.results[i] for i in derivative.results)
         if derivative is None or not all(x in by_xla for x in gradients):
             continue
+        if not all(
+            same_shape(x.shape, _as_matrix(of.shape)) for x, of in zip(gradients, derivative.types, strict=True)
+        ):
+            continue
         behind = _behind(gradients, by_xla, order, epilogues)
         if behind is None or not unjoined.isdisjoint((*behind.gradients, *behind.maps)):
             continue
         if all(is_known(x, gradients[0]) for x in behind.read) and _may_be_made(behind, derivative):
             found[call] = behind
     return found
+
+
+def _as_matrix(shape: Sequence[Any]) -> tuple[Any, Any]:
+    batch, rows, heads, width = shape
+    return batch * rows, heads * width
 
 
 def _derivative_of(call: Call) -> _Derivative | None:
@@ -154,14 +163,12 @@ def _derivative_in(closed: core.ClosedJaxpr) -> _Derivative | None:
 
 
 def _result_of(jaxpr: core.Jaxpr, variable: Any) -> int | None:
-    """The number of the jaxpr's only result that is made of this gradient (B, T, H, D), and is a view of it."""
-    batch, rows, heads, width = variable.aval.shape
+    """The number of the jaxpr's only result that is made of this gradient, and is a view of it."""
     while True:
         users = [equation for equation in jaxpr.eqns if any(x is variable for x in equation.invars)]
         places = [i for i, x in enumerate(jaxpr.outvars) if x is variable]
         if not users and len(places) == 1:
-            is_matrix = same_size(variable.aval.shape[-1], heads * width)
-            return places[0] if is_matrix and same_shape(variable.aval.shape[:-1], (batch, rows)) else None
+            return places[0]
         if places or len(users) != 1 or users[0].primitive.name not in _VIEWS:
             return None
         (variable,) = users[0].outvars

@@ -208,10 +208,10 @@ def qkv_projection(
 
     It is one product, whose epilogue scales the rows, normalises and turns the heads and stores q, k and v apart; with
     heads of other sizes than 32, 64, 96, 128, 192 and 256 XLA does so after it. The backward pass is two products and
-    one elementwise pass over dq, dk, dv. Kept for it are x, its statistic and q, k, v as attention takes them: a
-    rotation keeps sum(z dz), so z before it is not needed; see graph/norm.py. A norm does not keep it: then the same
-    product also stores q and k as they are before their norms. All are named "query_proj", "key_proj" and "value_proj"
-    for `jax.checkpoint` policies.
+    one elementwise pass over dq, dk, dv, which attention's kernels make in a `coda.block` of both. Kept for it are x,
+    its statistic and q, k, v as attention takes them: a rotation keeps sum(z dz), so z before it is not needed; see
+    graph/norm.py. A norm does not keep it: then the same product also stores q and k as they are before their norms.
+    All are named "query_proj", "key_proj" and "value_proj" for `jax.checkpoint` policies.
     Where x is also the sub-layer's residual, its two cotangents are added in a pass; in a `coda.block` of both an
     epilogue adds them.
 

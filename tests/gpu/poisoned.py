@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,10 +105,15 @@ def inline_headers(source: str) -> str:
 
 
 def poisoned_launches(monkeypatch: Any) -> None:
-    """Makes kernels that are no products start with results full of NaN, in what is traced from now on."""
+    """Makes kernels that are no products start with results full of NaN, in what is traced from now on.
+
+    Results that are arguments, too, start with what these hold.
+    """
     launch = ffi.launch_call
 
-    def poisoned_launch(args: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall) -> list[jax.Array]:
+    def poisoned_launch(
+        args: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall, given: Mapping[int, int] | None = None
+    ) -> list[jax.Array]:
         first, more = len(args), len(results)
         poison = [
             jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0x7F7F7F7F, x.dtype)
@@ -126,7 +131,8 @@ def poisoned_launches(monkeypatch: Any) -> None:
             sizes=renumbered(call.sizes, 2),
             zeroed=renumbered(call.zeroed, 1),
         )
-        aliases = {first + i: i for i in range(more)}
+        given = dict(given or {})
+        aliases = given | {first + i: i for i in range(more) if i not in given.values()}
         return launch([*args, *poison], results, moved, input_output_aliases=aliases)
 
     monkeypatch.setattr(ffi, "launch_call", poisoned_launch)

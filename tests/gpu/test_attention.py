@@ -1,5 +1,6 @@
 """Attention's kernels on a device: against dense float64 attention, poisoned results, bits of a thousand runs, NaN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.attend.primitive import attention_forward_p
+from coda_jax.attend.primitive import attention_backward_p, attention_forward_p
 from coda_jax.attend.spec import AttentionSpec, MaskSpec
-from tests.attention_cases import EPILOGUES, results_of
+from coda_jax.graph import plan
+from tests import test_attention_gradients as attended
+from tests.attention_cases import EPILOGUES, OF_GRADIENTS, gradients_of, results_of
 from tests.attention_scores import errors_of_rounding, exactly, is_float, learned, scores
 from tests.gpu.poisoned import poisoned_launches
 from tests.test_attention import dense
@@ -306,6 +309,122 @@ def test_results_beside_y_repeat(width):
     for _ in range(300):
         for x, one in zip(kernel(*given[:3], *scalars), first, strict=True):
             assert jnp.array_equal(x.astype(jnp.float32), one.astype(jnp.float32))
+
+
+def made_of_gradients(name, batch, rows, heads, kv_heads, width, value_width=None, deterministic=True, **mask):
+    """Functions by the kernels with maps of the gradients, and by XLA behind the kernels without, and the arguments."""
+    q, k, v, dy, dlse = problem(3, batch, rows, rows, heads, kv_heads, width, value_width)
+    attend = functools.partial(coda.attention, return_residual=True, implementation="cuda", is_causal=True, **mask)
+    y, lse = jax.jit(attend)(q, k, v)
+    made = gradients_of(name, batch, rows, heads, kv_heads, width, v.shape[3])
+    angles = jnp.arange(rows)[:, None] * 10.0 ** -jnp.linspace(0, 4, width // 2)
+    factor = jnp.exp(normal(9, batch * rows, 1, dtype=jnp.float32))
+    operands = [jnp.float32(37), factor, jnp.cos(angles), jnp.sin(angles)]
+    operands += [x.reshape(batch * rows, -1) for x in (q, k, v)]
+    config = coda.AttentionConfig(deterministic=deterministic)
+    spec = AttentionSpec(MaskSpec(right=0), width**-0.5, "cuda", config)
+    arguments = [q, k, v, y, jnp.moveaxis(lse, 2, 1), dy, jnp.moveaxis(dlse, 2, 1)]
+
+    @jax.jit
+    def by_kernels(arguments, operands):
+        return attention_backward_p.bind(*arguments, *operands, spec=dataclasses.replace(spec, gradients=made))
+
+    @jax.jit
+    def gradients(arguments):
+        return attention_backward_p.bind(*arguments, spec=spec)
+
+    def by_xla(arguments, operands):
+        return made.by_xla(gradients(arguments), operands)
+
+    return by_kernels, by_xla, (arguments, operands)
+
+
+def assert_made(found, expected):
+    """Bits of what is not turned; a fused multiplication may round what is turned, and its maximum, to a neighbour.
+
+    Sums of rows have another order.
+    """
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        got, exact = (np.asarray(of, np.float32) for of in (x, y))
+        assert np.isfinite(got).all()
+        if x.dtype == np.float32:
+            np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+        else:
+            differs = got != exact
+            assert differs.mean() < 0.002
+            spacing = 2.0 ** -(7 if x.dtype == BF16 else 3)
+            np.testing.assert_array_less(np.abs(got - exact)[differs], 1.01 * spacing * np.abs(exact)[differs] + 0.01)
+
+
+# Batches, rows, heads and heads of keys whose dk and dv are not summed from parts.
+JOINED = [(2, 2208, 16, 8), (2, 400, 4, 4), (1, 2064, 32, 16)]
+
+
+@pytest.mark.parametrize("sizes", JOINED, ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_maps_of_gradients_are_those_of_xla(name, width, sizes):
+    by_kernels, by_xla, given = made_of_gradients(name, *sizes, width)
+    expected = by_xla(*given)
+    for _ in range(3):
+        found = by_kernels(*given)
+        assert_made(found, expected)
+        if name.startswith("joined"):
+            for x, y in zip(found, expected, strict=True):
+                if x.dtype != np.float32 or x.ndim == 0:
+                    np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("width,value_width,rows", [(48, 32, 208), (80, 112, 208), (64, 128, 144), (128, 64, 144)])
+@pytest.mark.parametrize("name", ["joined", "joined_in_8_bits"])
+def test_maps_of_gradients_of_other_widths(name, width, value_width, rows):
+    by_kernels, by_xla, given = made_of_gradients(name, 2, rows, 4, 4, width, value_width)
+    assert_made(by_kernels(*given), by_xla(*given))
+
+
+@pytest.mark.parametrize("rows", [17, 63, 65, 129, 1111])
+@pytest.mark.parametrize("width", [64, 128])
+def test_maps_of_gradients_of_odd_lengths(width, rows):
+    by_kernels, by_xla, given = made_of_gradients("turned", 2, rows, 4, 4, width)
+    assert_made(by_kernels(*given), by_xla(*given))
+
+
+def test_maps_of_gradients_that_are_added_in_any_order():
+    by_kernels, by_xla, given = made_of_gradients("turned", 2, 2208, 16, 8, 64, deterministic=False)
+    for x, y in zip(by_kernels(*given), by_xla(*given), strict=True):
+        assert distance(x, y) < 0.01
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["turned", "turned_in_8_bits"])
+def test_maps_of_gradients_repeat(name, width):
+    by_kernels, _, given = made_of_gradients(name, 2, 2208, 16, 8, width)
+    first = by_kernels(*given)
+    for _ in range(300):
+        for x, one in zip(by_kernels(*given), first, strict=True):
+            assert jnp.array_equal(x.astype(jnp.float32), one.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("recipe", [None, attended.DELAYED], ids=["bfloat16", "8 bits"])
+def test_a_block_with_maps_of_gradients(monkeypatch, recipe):
+    """Its value and gradients are those of passes; sums of rows have another order."""
+    for name, size in (("T", 2208), ("H", 16), ("K", 8)):
+        monkeypatch.setattr(attended, name, size)
+    arrays = attended.block_arrays()
+
+    def step():
+        function = attended.gradients(attended.block(recipe=recipe))
+        return attended.made_of_gradients(function, *arrays), jax.jit(function)(*arrays)
+
+    made, found = step()
+    assert made is not None
+    monkeypatch.setattr(plan, "behind_attention", lambda *arguments: {})
+    made, expected = step()
+    assert made is None
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert distance(x, y) < 0.005
 
 
 def of_score(given, score, operands, implementation, **options):
