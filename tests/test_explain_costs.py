@@ -111,9 +111,10 @@ def test_the_step_of_record(name):
     each = {epilogue: ms / found.measured_ms[epilogue] for epilogue, ms in found.ms.items()}
     assert 0.75 < each.pop("gated_backward") < 0.9 and all(0.9 < ratio < 1.1 for ratio in each.values()), each
     assert found.kept_gib == pytest.approx(found.temporaries_gib, rel=0.03)
-    # The H200's record has a pass over the loss's logits, a quarter of all, that is no longer made.
-    least = 0.45 if name == "nvidia_h200" else 0.9
-    assert least < found.passes_ms / found.measured_passes_ms < 1.1
+    # The records have passes that are no longer made: one behind attention's gradients in each layer, a third of all,
+    # and the H200's one over the loss's logits, a quarter of all.
+    least, most = (0.35, 0.5) if name == "nvidia_h200" else (0.6, 0.75)
+    assert least < found.passes_ms / found.measured_passes_ms < most
 
 
 def test_plain_jax():
@@ -132,10 +133,12 @@ def test_unrolled_or_scanned_is_the_same():
     layers = 2
     for found in (unrolled, scanned):
         calls = found.attention_calls.items()
-        lse = 32 * 2  # columns of two bytes
+        lse, number = 32 * 2, 2  # columns of two bytes
+        tables = 2 * 8192 * 32 * 4
+        of_maps = ROWS * (2048 + 2 * 512 + number) + tables  # of q, k and v again, a norm's factor, and angles
         assert {(one.is_backward, one.bytes_read, one.bytes_written): n for one, n in calls} == {
             (False, ROWS * (2048 + 2 * 512), ROWS * (2048 + lse)): layers,
-            (True, ROWS * (3 * 2048 + 2 * 512 + 2 * lse), ROWS * (2048 + 2 * 512)): layers,
+            (True, ROWS * (3 * 2048 + 2 * 512 + 2 * lse) + of_maps, ROWS * (2048 + 2 * 512 + 3 * number)): layers,
         }
         names = collections.Counter()
         for one, count in found.kept.items():
