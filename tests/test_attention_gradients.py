@@ -23,6 +23,7 @@ from coda_jax.jaxprs.walk import equations_of
 from tests.attention_cases import (
     OF_GRADIENTS,
     UNBOUNDED,
+    Fault,
     Kernel,
     Mask,
     Schedule,
@@ -65,13 +66,13 @@ def joined_case(name, kernel, mask=CAUSAL, batch=1, rows=200, heads=2, groups=1)
     return case(kernel, mask, batch=batch, queries=rows, heads=heads, groups=groups)
 
 
-def check_joined(one, folder, schedule=AT_RANDOM):
+def check_joined(one, folder, schedule=AT_RANDOM, fault=None):
     """Tiles and maxima are bit for bit those of passes over dq, dk and dv; sums of rows have another order."""
     operands, kernel = operands_of(one), one.kernel
     plain = dataclasses.replace(one, kernel=dataclasses.replace(kernel, gradients=None, sizes=()))
     gradients = [run(plain, folder, schedule)[name] for name in ("dq", "dk", "dv")]
     expected = kernel.of_gradients.by_xla([jnp.asarray(x) for x in gradients], [jnp.asarray(x) for x in operands])
-    found = run(one, folder, schedule, operands=operands)
+    found = run(one, folder, schedule, fault, operands)
     assert len(found) == len(expected)
     for x, y in zip(found, expected, strict=True):
         y = np.asarray(y)
@@ -113,6 +114,40 @@ def test_float16(folder):
 
 def test_additions_in_any_order(folder):
     check_joined(joined_case("turned", Kernel(deterministic=False), rows=150, heads=2), folder, Schedule(1, 0, 0, 0, 1))
+
+
+PLANTED = {  # a fault in a header, and what it gives
+    "columns_of_another_head": ("results", "* columns + column;", "* columns;", "wrote beside|not equal"),
+    "another_row_of_a_transposed_tile": (
+        "results",
+        "column + of_column) * batches",
+        "of_column) * batches",
+        "not equal",
+    ),
+    "half_a_head_of_another_run": ("results", "* (width / 2) + first / 2", "* (width / 2) + first", "not equal|beside"),
+    "columns_of_dk_for_dv": (
+        "backward_sm90",
+        "(p.heads + p.key_heads) * Config::head, Config",
+        "0, Config",
+        "not equal",
+    ),
+    "the_first_part_twice": ("passes", "(from + j / 8 * part)", "(from)", "not equal"),
+    "a_tile_of_another_half": ("results", "access.half * half_groups + j", "j", "Not equal"),
+    "sums_of_another_lane": (
+        "results",
+        "combine_lanes<access.op, 1 | 2>",
+        "combine_lanes<access.op, 2 | 4>",
+        "Not equal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_is_found(folder, name):
+    header, right, wrong, what = PLANTED[name]
+    one = joined_case("turned_in_8_bits", Kernel(128, 128), batch=2, rows=80)
+    with pytest.raises(AssertionError, match=f"(?i){what}"):
+        check_joined(one, folder, fault=Fault(header, right, wrong))
 
 
 # ---- in a block
