@@ -17,7 +17,7 @@ from coda_jax.attend import kernel as attention_kernel
 from coda_jax.lowering import cuda, kernel
 from coda_jax.tiles.config import TILES
 from tests import block_cases
-from tests.attention_cases import EPILOGUES
+from tests.attention_cases import EPILOGUES, OF_GRADIENTS
 from tests.attention_scores import is_float, learned, scores
 from tests.gpu import test_attention, test_blocks, test_fp8_results
 from tests.gpu.poisoned import inline_headers
@@ -129,6 +129,13 @@ def run_attention(name: str, widths: tuple[int, int], **options: Any) -> None:
     print("attention", name, widths, "ran", flush=True)
 
 
+def run_attention_gradients(name: str, width: int) -> None:
+    """The backward kernels with maps of dq, dk and dv."""
+    kernels, _, given = test_attention.made_of_gradients(name, 1, 304, 4, 4, width)
+    jax.block_until_ready(kernels(*given))
+    print("attention with", name, "gradients", width, "ran", flush=True)
+
+
 def run_attention_results(name: str, width: int) -> None:
     """Attention over 300 tokens whose kernel makes maps of y beside it."""
     given = test_attention.problem(3, 1, 300, 300, 4, 2, width)
@@ -189,6 +196,9 @@ def run_attentions_with_more() -> None:
     for name in EPILOGUES:
         for width in (64, 256):
             run_attention_results(name, width)
+    for width in (64, 128):
+        for name in OF_GRADIENTS:
+            run_attention_gradients(name, width)
 
 
 def run_products() -> None:
