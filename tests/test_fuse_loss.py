@@ -864,6 +864,10 @@ def smoothed_and_padded(z, labels):
 WHOLE = {
     "returned": (lambda z, y: (cross_entropy(z, y), z), "they are a result"),
     "top_k": (lambda z, y: (cross_entropy(z, y), jax.lax.top_k(z, 5)[1]), "top_k reads them too: test_fuse_loss.py"),
+    "largest_probability": (
+        lambda z, y: (cross_entropy(z, y), jnp.max(jax.nn.softmax(z), axis=-1)),
+        "reduce_max reads them too: test_fuse_loss.py",
+    ),
     "sorted": (lambda z, y: cross_entropy(jnp.sort(z, axis=-1), y), "sort stands between their product and the exp"),
     "clipped": (lambda z, y: cross_entropy(jnp.clip(z, -3, 3), y), "stands between their product and the exponentials"),
     "no_label": (lambda z, y: jnp.mean(jax.nn.logsumexp(z, axis=-1)), "no label's logit is picked of them"),

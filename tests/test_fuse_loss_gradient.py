@@ -143,8 +143,8 @@ STAYS = {  # what else reads logits
     "sum_of_exponentials": lambda z, y: jnp.mean(jnp.log(jnp.sum(shifted(z)[1], axis=-1)) - picked(z, y)),
     "weights_of_the_largest": lambda z, y: jnp.mean(integer_labels(z, y) * jnp.sin(shifted(z)[0])),
     "mask_of_the_largest": lambda z, y: jnp.mean(jnp.where(shifted(z)[0] > 1, integer_labels(z, y), 0.0)),
-    "entropy": lambda z, y: (
-        jnp.mean(integer_labels(z, y)) - 0.1 * jnp.mean(jnp.sum(jax.nn.softmax(z) * jax.nn.log_softmax(z), axis=-1))
+    "square_of_probabilities": lambda z, y: (
+        jnp.mean(integer_labels(z, y)) - 0.1 * jnp.mean(jnp.sum(jax.nn.softmax(z) ** 2, axis=-1))
     ),
     "square": lambda z, y: jnp.mean(integer_labels(z, y)) + jnp.mean(z**2),
     "other_labels": lambda z, y: jnp.mean(integer_labels(z, y)) + jnp.mean(integer_labels(z, (y + 1) % 1000)),

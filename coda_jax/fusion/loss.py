@@ -31,7 +31,7 @@ from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.logits import Logits, logits_of, result_of
-from coda_jax.fusion.makers import Makers, among
+from coda_jax.fusion.makers import FLIPPED, Makers, among
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot
 from coda_jax.fusion.row_gradients import RowGradient, row_gradients
 from coda_jax.fusion.row_losses import RowLoss, row_losses
@@ -82,7 +82,14 @@ class _Best:
     """The column of the largest logit."""
 
 
-_Read = _Pick | _Total | _Mean | _Best | None  # None for a log-sum-exp
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """The number of logits that compare so, as "gt", with the label's."""
+
+    comparison: str
+
+
+_Read = _Pick | _Total | _Mean | _Best | _Rank | None  # None for a log-sum-exp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +150,11 @@ class _Site:
     def has_best(self) -> bool:
         """Whether the largest logit is looked for."""
         return any(isinstance(one, _Best) for one in self.reads.values())
+
+    @property
+    def rank(self) -> str:
+        """The comparison of the logits that are counted with the label's; empty if none are."""
+        return next((one.comparison for one in self.reads.values() if isinstance(one, _Rank)), "")
 
 
 _AnySite = _Site | RowLoss | RowGradient
@@ -262,7 +274,8 @@ def _arguments(site: _Site, values: dict[Any, Any]) -> Any:
     """`arguments_of` a loss."""
     is_clipped = any(isinstance(one, _Pick) and one.outside is None for one in site.reads.values())
     arrays, options, masks = arguments_of(site.logits, site.labels, values, is_clipped=is_clipped)
-    return arrays, {**options, "has_total": site.has_total, "has_entropy": site.has_entropy}, masks
+    options |= {"has_total": site.has_total, "has_entropy": site.has_entropy, "has_best": site.has_best}
+    return arrays, options | {"rank": site.rank, "rounded_to": site.logits.dtype}, masks
 
 
 def _numbers(site: _Site, stats: Statistics, is_outside: Any, is_padding: Any) -> list[jax.Array]:
@@ -277,9 +290,9 @@ def _number(one: _Read, vocabulary: Any, stats: Statistics, is_outside: jax.Arra
     if one is None:
         lse: jax.Array = stats.lse
         return lse
-    if isinstance(one, _Best):
-        best: jax.Array = stats.best
-        return best
+    if isinstance(one, _Best | _Rank):
+        number: jax.Array = stats.best if isinstance(one, _Best) else stats.rank
+        return number
     if isinstance(one, _Mean):
         mean: jax.Array = stats.lse - stats.entropy if one.is_of_logits else -stats.entropy
         return mean
@@ -320,7 +333,7 @@ def _sum(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
 def _logprobs(site: _Site, values: dict[Any, Any]) -> list[jax.Array]:
     """The values of the numbers of each token."""
     arrays, options, (is_outside, is_padding) = _arguments(site, values)
-    stats = statistics_of_any(*arrays, best_dtype=site.logits.dtype if site.has_best else None, **options)
+    stats = statistics_of_any(*arrays, **options)
     numbers = _numbers(site, stats, is_outside, is_padding)
     types = (x.aval for x in site.reads)
     return [x.astype(aval.dtype).reshape(aval.shape) for x, aval in zip(numbers, types, strict=True)]
@@ -343,7 +356,7 @@ def _sites(makers: Makers, sums: bool) -> Iterator[_Site]:
             site = _Site(logits, reads)
             if site.has_total and logits.fill is not None:
                 continue  # the sum is that of the padding
-            is_summed = sums and not site.has_best and may_sum(logits)
+            is_summed = sums and not (site.has_best or site.rank) and may_sum(logits)
             yield dataclasses.replace(site, sum=token_sum(makers, list(reads)) if is_summed else None)
 
 
@@ -373,7 +386,7 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     picks = dict(_picked_of(makers, logits.arrays, is_of_logits=True))
     picks |= _picked_of(makers, logprobs, is_of_logits=False)
     first = next(iter(picks.values()), None)
-    same = {x: one for x, one in picks.items() if first and one.labels is first.labels}
+    same = {x: one for x, one in picks.items() if first and _are_of_one_label(makers, one, first)}
     of_columns = {x: _Total(True) for x in _sums(makers, logits.arrays)}
     of_columns |= {x: _Total(False) for x in _sums(makers, logprobs)}
     for exponential in makers.read_by(logprobs, "exp"):
@@ -382,8 +395,30 @@ def _reads(makers: Makers, logits: Logits) -> dict[Any, _Read]:
     means |= {x: _Mean(False) for x in _means(makers, logprobs, probabilities)}
     best = [e for e in makers.read_by(logits.arrays | logprobs, "argmax") if is_over_last(e)]
     columns = {e.outvars[0]: _Best() for e in best}
-    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **of_columns, **means, **columns}
+    ranks = dict(_ranks(makers, logits, same))
+    reads: dict[Any, _Read] = {**dict.fromkeys(totals), **same, **of_columns, **means, **columns, **ranks}
     return reads
+
+
+def _are_of_one_label(makers: Makers, one: _Pick, other: _Pick) -> bool:
+    """True for picks at the same labels, which are clipped to the columns in both or in neither."""
+    (label, _), (other_label, _) = makers.root(one.labels), makers.root(other.labels)
+    return makers.are_alike(label, other_label) and (one.outside is None) == (other.outside is None)
+
+
+def _ranks(makers: Makers, logits: Logits, picks: dict[Any, _Pick]) -> Iterator[tuple[Any, _Rank]]:
+    """Variables that are numbers of the logits that compare in one way with the label's, which is none outside."""
+    own = [x for x, one in picks.items() if one == _Pick(one.labels, one.outside, True)]
+    own = [x for x in own if picks[x].outside is None or math.isnan(picks[x].outside or 0.0)]
+    targets, first = set[Any]().union(*map(makers.views, own)), ""
+    for equation in makers.read_by(logits.arrays, *FLIPPED) if targets and logits.fill is None else ():
+        (left, right), name = equation.invars, equation.primitive.name
+        if among(right, logits.arrays):
+            left, right, name = right, left, FLIPPED[name]
+        first = first or name
+        if name == first and among(left, logits.arrays) and among(makers.repeated(right), targets):
+            masks = {x for e in makers.read_by(equation.outvars, "convert_element_type") for x in e.outvars}
+            yield from ((x, _Rank(name)) for x in _sums(makers, masks))
 
 
 def _sums(makers: Makers, arrays: Collection[Any]) -> list[Any]:

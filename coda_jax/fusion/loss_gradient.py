@@ -27,7 +27,7 @@ from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.shifts import is_free_of
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.fusion.token_sums import TokenFunction, as_coefficients, token_function
-from coda_jax.fusion.wide import ONE, Factor, H, P, Row, Sum, Unknown, Wide, array_of
+from coda_jax.fusion.wide import Factor, Row, Unknown, Wide, array_of
 from coda_jax.jaxprs.evaluate import evaluate, read
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
@@ -51,7 +51,7 @@ def _first(makers: Makers) -> _Site | None:
     for logits in heads(makers):
         try:
             wide = Wide(makers, logits)
-            site = _Site(makers, logits, wide, wide.cotangent)
+            site = _Site(makers, logits, wide, wide.slopes)
         except Unknown:
             continue
         if site.is_whole and is_free_of(makers, wide.largest):
@@ -67,13 +67,13 @@ class _Site:
       makers: of the jaxpr.
       logits: what it reads.
       wide: the arrays over the vocabulary.
-      cotangent: of the logits.
+      slopes: the cotangents of the first statistics; the best and the rank have none.
     """
 
     makers: Makers
     logits: Logits
     wide: Wide
-    cotangent: Sum
+    slopes: list[Factor]
 
     @property
     def is_whole(self) -> bool:
@@ -95,7 +95,7 @@ class _Site:
     @functools.cached_property
     def _needed(self) -> set[int]:
         """The ids of the equations that are needed beside the loss."""
-        also = [*self._given, *_leaves([*self.wide.rows.values(), *self._slopes])]
+        also = [*self._given, *_leaves([*self.wide.rows.values(), *self.slopes])]
         return self.makers.needed([*self.wide.rows, *self._ends], also)
 
     @property
@@ -133,7 +133,9 @@ class _Site:
     @functools.cached_property
     def _names(self) -> list[str]:
         """The statistics that are read."""
-        return ["lse", "target", *["total"] * self.wide.has_total, *["best"] * self.wide.has_best]
+        wide = self.wide
+        more = {"total": wide.has_total, "entropy": wide.has_entropy, "best": wide.has_best, "rank": bool(wide.rank)}
+        return ["lse", "target", *(name for name, is_read in more.items() if is_read)]
 
     @functools.cached_property
     def _inputs(self) -> list[Any]:
@@ -141,14 +143,8 @@ class _Site:
         (_, between, _), rows = self._parts, self.wide.rows
         made = {x for equation in between for x in equation.outvars}
         read = [x for e in between if e.outvars[0] not in rows for x in variables(e.invars)]
-        read += _leaves([*(rows[e.outvars[0]] for e in between if e.outvars[0] in rows), *self._slopes])
+        read += _leaves([*(rows[e.outvars[0]] for e in between if e.outvars[0] in rows), *self.slopes])
         return [x for x in dict.fromkeys(read) if x not in made]
-
-    @property
-    def _slopes(self) -> list[Factor]:
-        """The cotangents of the statistics but the best."""
-        names = (P, H, ONE)[: 2 + self.wide.has_total]
-        return [self.cotangent.factor(name) for name in names]
 
     @functools.cached_property
     def _results(self) -> list[Any]:
@@ -174,7 +170,7 @@ class _Site:
                 else:
                     outputs = applied(equation, [read(values, x) for x in equation.invars])
                     values.update(zip(equation.outvars, outputs, strict=True))
-            slopes = [array_of(x, values, self.logits.rows) for x in self._slopes]
+            slopes = [array_of(x, values, self.logits.rows) for x in self.slopes]
             return [*(values[x] for x in self._results), *slopes]
 
         row = min((x.aval for x in rows), key=lambda aval: aval.shape != self.logits.rows)
@@ -189,7 +185,7 @@ class _Site:
         """The function that gives the slopes alone, if they are made of each token's own statistics."""
         if not may_sum(self.logits):
             return None
-        is_read = [False] * len(self._results) + [True] * len(self._slopes)
+        is_read = [False] * len(self._results) + [True] * len(self.slopes)
         jaxpr, _ = partial_eval.dce_jaxpr(self._between.jaxpr, is_read, instantiate=True)
         function = token_function(Makers(jaxpr), jaxpr.invars[: len(self._names)])
         return None if function is None else (core.ClosedJaxpr(jaxpr, self._between.consts), function)
@@ -217,8 +213,8 @@ class _Site:
         def of(*arrays: jax.Array) -> Any:
             known = values | dict(zip(varied, arrays, strict=True))
             found, options, masks = arguments_of(logits, self.wide.labels, known, is_clipped=bool(self.wide.is_clipped))
-            has_more = {"has_total": self.wide.has_total, "best_dtype": logits.dtype if self.wide.has_best else None}
-            return found, options | has_more, masks
+            has_more = {f"has_{name}": name in self._names for name in ("total", "entropy", "best")}
+            return found, options | has_more | {"rank": self.wide.rank, "rounded_to": logits.dtype}, masks
 
         one_loop = self._token_slopes is not None
         gradients = (self._in_one_loop if one_loop else self._in_two_loops)(of, [values[x] for x in varied], values)
@@ -232,11 +228,11 @@ class _Site:
 
         def statistics(*arrays: jax.Array) -> tuple[list[jax.Array], Any]:
             found, options, masks = of(*arrays)
-            stats = statistics_of_any(*found, **options)
-            return self._numbers(stats)[: len(self._slopes)], (stats.best, masks)
+            numbers, count = self._numbers(statistics_of_any(*found, **options)), len(self.slopes)
+            return numbers[:count], (numbers[count:], masks)
 
-        numbers, pullback, (best, masks) = jax.vjp(statistics, *arrays, has_aux=True)
-        slopes = self._add_results([*numbers, best], masks, values)
+        numbers, pullback, (others, masks) = jax.vjp(statistics, *arrays, has_aux=True)
+        slopes = self._add_results([*numbers, *others], masks, values)
         gradients: Sequence[jax.Array] = pullback([x.reshape(y.shape) for x, y in zip(slopes, numbers, strict=True)])
         return gradients
 
@@ -290,7 +286,7 @@ class _Site:
         self, numbers: Sequence[Any], masks: tuple[jax.Array, jax.Array], values: dict[Any, Any]
     ) -> list[jax.Array]:
         """Adds the results to the values, from the statistics and the masks of labels; returns the slopes."""
-        numbers = self._with_padding(numbers[: len(self._names)], masks[1])
+        numbers = self._with_padding(numbers, masks[1])
         given = [x.reshape(self.logits.rows) for x in (*numbers, *masks)]
         inputs = [*given, *(values[x] for x in self._inputs)]
         outputs = evaluate(self._between.jaxpr, self._between.consts, inputs, applied, ())

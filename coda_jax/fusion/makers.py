@@ -147,6 +147,16 @@ class Makers:
             x = source
         return x
 
+    def repeated(self, x: Any) -> Any:
+        """The variable of one number of each row that an array (..., V) has in all columns; None for another array."""
+        maker = self.maker(x)
+        if maker is None or maker.primitive.name != "broadcast_in_dim":
+            return None
+        source: Any = maker.invars[0]
+        rows = tuple(range(x.aval.ndim - 1))
+        is_row = tuple(maker.params["broadcast_dimensions"])[: len(rows)] == rows
+        return source if is_row and same_shape(source.aval.shape, (*x.aval.shape[:-1], 1)[: source.aval.ndim]) else None
+
     def behind(self, seeds: Iterable[Any]) -> set[Any]:
         """The variables that depend on some, and these."""
         found = set(seeds)
@@ -229,19 +239,19 @@ def _takes_the_first(equation: Equation) -> bool:
     return is_first and x.aval.shape[-1] == 1 and tuple(sizes) == tuple(x.aval.shape)
 
 
-_FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}  # comparisons, and those of the arguments in reverse
 
 
 def kept_columns(makers: Makers, mask: Any) -> tuple[int, bool] | None:
     """A number n and the value that a mask (..., V) has in the columns below n alone; None for another mask."""
     row = makers.row(mask) if getattr(mask.aval, "shape", ()) and not isinstance(mask, core.Literal) else None
-    comparison = next((e for e in map(makers.maker, (row, mask)) if e and e.primitive.name in _FLIPPED), None)
+    comparison = next((e for e in map(makers.maker, (row, mask)) if e and e.primitive.name in FLIPPED), None)
     if comparison is None:
         return None
     (left, right), name = comparison.invars, comparison.primitive.name
     rank = comparison.outvars[0].aval.ndim
     if not makers.counts_along_last(left, rank):
-        left, right, name = right, left, _FLIPPED[name]
+        left, right, name = right, left, FLIPPED[name]
     limit = makers.constant(right)
     if limit is None or not makers.counts_along_last(left, rank):
         return None

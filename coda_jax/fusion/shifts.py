@@ -66,6 +66,8 @@ def _of_scales(makers: Makers, equation: Equation, degrees: Sequence[_Degree]) -
         return "shift", degrees[0][1]
     if name in ("abs", "reduce_sum"):
         return degrees[0]
+    if name == "integer_pow":
+        return "scale", degrees[0][1] * int(equation.params["y"])
     if name == "sign":
         return _FIXED
     others = [one for x, one in zip(inputs, degrees, strict=True) if makers.constant(x) != 0.0]

@@ -124,8 +124,17 @@ def _other_reader(makers: Makers, needed: Sequence[Equation], wide: Collection[A
     """The first operation beside the loss that reads logits, and makes no other array of their columns."""
     if any(x in wide for x in variables(makers.jaxpr.outvars)):
         return "they are a result, or what is made of them with their columns is"
-    for equation in needed:
-        reads = any(among(x, wide) for x in equation.invars)
-        if reads and not any(x in wide for x in equation.outvars):
-            return f"{equation.primitive.name} reads them too: {line_of(equation)}"
+    reads = [e for e in needed if any(among(x, wide) for x in e.invars) and not any(x in wide for x in e.outvars)]
+    others = [e for e in reads if not _is_of_a_log_sum_exp(makers, e)]
+    for equation in others or reads:
+        return f"{equation.primitive.name} reads them too: {line_of(equation)}"
     return "they are read beside the loss"
+
+
+def _is_of_a_log_sum_exp(makers: Makers, equation: Equation) -> bool:
+    """True for a sum of exponentials, and for the largest of what these are made of."""
+    (x, *_), name = equation.invars, equation.primitive.name
+    if name == "reduce_max":
+        shifted = makers.read_by([x], "sub")
+        return any(makers.read_by(e.outvars, "exp") for e in shifted)
+    return name == "reduce_sum" and _is_exponential(makers, x)

@@ -1,11 +1,13 @@
-"""The arrays over a vocabulary that a loss and its derivative make of logits, as sums of four with factors of rows.
+"""The arrays over a vocabulary that a loss and its derivative make of logits, as sums of five with factors of rows.
 
-    z (the logits)      p = exp(z - lse)      h (1 at the label, else 0)      1
+    z (the logits)      p = exp(z - lse)      l = p (z - lse)      h (1 at the label, else 0)      1
 
 With a number of each token before each, these are all that logits become: shifted logits, exponentials, one-hot arrays
 and their cotangents. Sums over the vocabulary, and what is picked at the labels, are then numbers of each token, of the
-statistics lse, target and total. The cotangent of the logits itself is a p + b h + c: a, b and c are the cotangents of
-lse, target and total.
+statistics lse, target, total and entropy, which is the sum of -l. The cotangent of the logits itself is
+a p - d l + b h + c: b, c and d are the cotangents of target, total and entropy, and a + d entropy is that of lse.
+
+Logits may also be compared with the label's; the number of those that are larger is the statistic rank.
 
 The largest logit, which only shifts, is taken to be lse; `shifts` says whether all else is free of it.
 """
@@ -27,11 +29,11 @@ from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.ends import kind_of_end
 from coda_jax.fusion.logits import Logits
-from coda_jax.fusion.makers import VIEWS, Makers, among, kept_columns
+from coda_jax.fusion.makers import FLIPPED, VIEWS, Makers, among, kept_columns
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot, puts_along_last
 from coda_jax.primitives.mesh_types import explicit_cuts
 
-Z, P, H, ONE = "z", "p", "h", "one"
+Z, P, L, H, ONE = "z", "p", "l", "h", "one"
 _VIEWS = VIEWS | {"stop_gradient"}
 
 
@@ -90,7 +92,8 @@ def _over(a: Factor, b: Factor) -> Factor:
     return a if b == 1.0 else 0.0 if a == 0.0 else Row((a, b), jnp.divide)
 
 
-LSE, TARGET, TOTAL, BEST = (Row((name,)) for name in ("lse", "target", "total", "best"))
+_NAMES = ("lse", "target", "total", "entropy", "best", "rank")
+LSE, TARGET, TOTAL, ENTROPY, BEST, RANK = (Row((name,)) for name in _NAMES)
 OUTSIDE, PADDING = Row(("outside",)), Row(("padding",))  # bool, of labels: in no column, in padding
 
 
@@ -99,7 +102,7 @@ class Sum:
     """An array over the vocabulary, or over those of more rows and columns, where it is 0.
 
     Attributes:
-      terms: the factors of Z, P, H and ONE.
+      terms: the factors of Z, P, L, H and ONE.
       grown: how many slices of the logits its rows and columns are behind.
       slope: of a cap c tanh(z / c): what it is multiplied with, "1 - t", "t - t^2" or "1 - t^2" with t the tanh; and
         the sum that was first.
@@ -145,6 +148,7 @@ class Wide:
       labels: the variable of all labels; None if nothing is picked.
       is_clipped: whether labels are clipped to the columns.
       largest: the variables that are the largest logits.
+      rank: the comparison of the logits that are counted with the label's; empty if none are.
       made: the numbers of all equations that are read as such.
 
     Raises:
@@ -158,7 +162,10 @@ class Wide:
         self.labels: Any = None
         self.is_clipped: bool | None = None
         self.largest: list[Any] = []
+        self.rank = ""
         self._sums: dict[Any, Sum] = {}
+        self._targets = set[Any]()  # the variables that are the logits of labels, NaN outside of the columns
+        self._compared: dict[Any, str] = {}  # the masks, and what these are cast to, by comparison
         self._done: set[int] = set()
         self._queue: list[int] = []
         self._shape = (*logits.rows, logits.columns)
@@ -191,8 +198,20 @@ class Wide:
         return self._reads(TOTAL) or any(one.factor(ONE) != 0.0 for *_, one in self.ends)
 
     @property
+    def has_entropy(self) -> bool:
+        return self._reads(ENTROPY) or any(one.factor(L) != 0.0 for *_, one in self.ends)
+
+    @property
     def has_best(self) -> bool:
         return self._reads(BEST)
+
+    @property
+    def slopes(self) -> list[Factor]:
+        """The cotangents of lse, target, and of total and entropy where they are statistics."""
+        made = self.cotangent
+        of_entropy = _times(-1.0, made.factor(L))
+        slopes = [_plus(made.factor(P), _times(of_entropy, ENTROPY)), made.factor(H)]
+        return slopes + [made.factor(ONE)] * self.has_total + [of_entropy] * self.has_entropy
 
     def _reads(self, statistic: Row) -> bool:
         open_: list[Any] = [*self.rows.values(), *(x for *_, one in self.ends for x in one.terms.values())]
@@ -209,11 +228,14 @@ class Wide:
     def _found(self, x: Any, made: Sum) -> None:
         if x not in self._sums:
             self._sums[x] = made
-            maker = self.makers.maker(x)
-            if maker is not None and not self._own.isdisjoint(variables(maker.invars)):
-                self._own.add(x)
-            for equation in self.makers.readers(x):
-                heapq.heappush(self._queue, self.makers.number(equation))
+            self._push_readers(x)
+
+    def _push_readers(self, x: Any) -> None:
+        maker = self.makers.maker(x)
+        if maker is not None and not self._own.isdisjoint(variables(maker.invars)):
+            self._own.add(x)
+        for equation in self.makers.readers(x):
+            heapq.heappush(self._queue, self.makers.number(equation))
 
     def _read(self, equation: Equation) -> None:
         """Takes an equation that reads one of the arrays; one that reads none that is made of logits may stay."""
@@ -230,7 +252,9 @@ class Wide:
         name, (out, *more) = equation.primitive.name, equation.outvars
         if more:
             raise Unknown
-        if name == "dot_general" or (name == "reduce_sum" and not is_over_last(equation)):
+        if name in FLIPPED or any(among(x, self._compared) for x in equation.invars):
+            self._compare(equation)
+        elif name == "dot_general" or (name == "reduce_sum" and not is_over_last(equation)):
             self._end(equation)
         elif name in ("reduce_sum", "reduce_max", "argmax"):
             self.rows[out] = self._reduced(equation)
@@ -355,10 +379,14 @@ class Wide:
             return left.map(lambda factor: _times(factor, right.factor(ONE)))
         if not right.terms.keys() <= {H, ONE}:
             left, right = right, left
-        if not (left.is_plain and right.is_plain and right.terms.keys() <= {H, ONE}):
+        if not (left.is_plain and right.is_plain):
             raise Unknown
         scaled = left.map(lambda factor: _times(factor, right.factor(ONE)))
-        return _added(scaled, Sum({}).with_terms({H: _times(right.factor(H), _at_label(left))}))
+        if right.terms.keys() <= {H, ONE}:
+            return _added(scaled, Sum({}).with_terms({H: _times(right.factor(H), _at_label(left))}))
+        if not right.terms.keys() <= {Z, ONE}:
+            left, right = right, left
+        return _times_logits(left, right)
 
     def _slope(self, x: Any) -> str | None:
         """The name of a variable in the derivative of a cap: "t" or "1 - t", or of newer JAX "1 - t^2"."""
@@ -464,7 +492,8 @@ class Wide:
         inside = Row((OUTSIDE,), jnp.logical_not)
         columns = self.logits.vocabulary if made.is_masked else self._shape[-1]
         total = _plus(_times(made.factor(Z), TOTAL), _times(made.factor(ONE), float(columns)))
-        return _plus(_plus(total, made.factor(P)), _times(made.factor(H), inside))
+        masses = _plus(made.factor(P), _times(_times(-1.0, made.factor(L)), ENTROPY))
+        return _plus(_plus(total, masses), _times(made.factor(H), inside))
 
     def _picked(self, equation: Equation) -> Factor:
         """The numbers that are picked at the labels."""
@@ -472,15 +501,38 @@ class Wide:
         if not is_along_last(equation) or not among(operand, self._sums) or isinstance(labels, core.Literal):
             raise Unknown
         made, mode, fill = self._sums[operand], _mode(equation), equation.params["fill_value"]
+        fill = jnp.nan if fill is None else float(fill)
         self._label(labels, clips=mode in CLIPPED)
         if made.is_masked:
             raise Unknown
         picked = _at_label(made)
+        if picked is TARGET and (mode in CLIPPED or math.isnan(fill)):
+            self._targets |= self.makers.views(equation.outvars[0])
         if mode in CLIPPED:
             return picked
         if mode != "FILL_OR_DROP":
             raise Unknown
-        return Row((OUTSIDE, jnp.nan if fill is None else float(fill), picked), _where)
+        return Row((OUTSIDE, fill, picked), _where)
+
+    def _compare(self, equation: Equation) -> None:
+        """A comparison of logits with the label's, a cast of one, or their number."""
+        name, inputs, (out,) = equation.primitive.name, equation.invars, equation.outvars
+        if name == "reduce_sum" and is_over_last(equation) and self.rank in ("", self._compared[inputs[0]]):
+            self.rank = self._compared[inputs[0]]
+            self.rows[out] = RANK
+            return
+        if name in FLIPPED:
+            if among(inputs[1], self._own):
+                inputs, name = inputs[::-1], FLIPPED[name]
+            is_of_targets = among(self.makers.repeated(inputs[1]), self._targets)
+            if not is_of_targets or self.logits.fill is not None or self.sum_of(inputs[0]).terms != {Z: 1.0}:
+                raise Unknown
+            self._compared[out] = name
+        elif name == "convert_element_type":
+            self._compared[out] = self._compared[inputs[0]]
+        else:
+            raise Unknown
+        self._push_readers(out)
 
     def _end(self, equation: Equation) -> None:
         (out,) = equation.outvars
@@ -523,12 +575,24 @@ def _added(left: Sum, right: Sum, *, sign: float = 1.0) -> Sum:
     return dataclasses.replace(left.with_terms(terms), is_masked=left.is_masked and right.is_masked)
 
 
+def _times_logits(made: Sum, logits: Sum) -> Sum:
+    """The sum times one of logits and of a number of each token: z p = l + lse p."""
+    if not (made.terms.keys() <= {P, H, ONE} and logits.terms.keys() <= {Z, ONE}):
+        raise Unknown
+    scaled = made.map(lambda factor: _times(factor, logits.factor(ONE)))
+    of_z, of_p = logits.factor(Z), _times(logits.factor(Z), made.factor(P))
+    terms = {Z: _times(of_z, made.factor(ONE)), L: of_p, P: _times(of_p, LSE)}
+    return _added(scaled, Sum({}).with_terms(terms | {H: _times(made.factor(H), _times(of_z, TARGET))}))
+
+
 def _at_label(made: Sum) -> Factor:
     """The number at a label that is in a column."""
     if not made.is_plain:
         raise Unknown
-    p = 0.0 if made.factor(P) == 0.0 else Row((_plus(TARGET, _times(-1.0, LSE)),), jnp.exp)
-    logit = _plus(_times(made.factor(Z), TARGET), _times(made.factor(P), p))
+    logp = _plus(TARGET, _times(-1.0, LSE))
+    of_p = _plus(made.factor(P), _times(made.factor(L), logp))
+    p = 0.0 if of_p == 0.0 else Row((logp,), jnp.exp)
+    logit = _plus(_times(made.factor(Z), TARGET), _times(of_p, p))
     return _plus(_plus(logit, made.factor(H)), made.factor(ONE))
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coda_jax.operators.head.arguments import (
     CHUNK_BYTES_BESIDE_A_COPY,
@@ -23,6 +22,7 @@ from coda_jax.operators.head.arguments import (
     int32_labels,
 )
 from coda_jax.operators.head.arrays import Statistics
+from coda_jax.operators.head.entropy_head import EntropyHead
 from coda_jax.operators.head.exponential_head import ExponentialHead
 from coda_jax.operators.head.statistics import statistics, weighted_sum
 from coda_jax.primitives.mesh_types import vary, varying_axes
@@ -37,11 +37,12 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
     Args:
       x, w, labels: (..., D), (D, V) or with transpose_w (V, D), and (...).
       options: transpose_w and soft_cap as in `linear_cross_entropy`; bias (V,), which is added before the cap;
-        has_total, has_entropy: whether these are statistics too; best_dtype: as in `LossHead`.
+        has_total, has_entropy, has_best, rank, rounded_to: as in `LossHead`.
     """
     name = "token_logprobs"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
     narrow, _ = int32_labels(rows.flat(labels), None)
+    head = EntropyHead.of(head, narrow)
     stats: Statistics = jax.tree.map(rows.apart, statistics(head, name, tokens, kernel, narrow))
     return stats
 
@@ -63,8 +64,8 @@ def sum_of_any(
     """
     name = "linear_cross_entropy"
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
-    head = ExponentialHead.of(head, tokens, kernel, None)
     narrow, _ = int32_labels(rows.flat(labels), None)
+    head = EntropyHead.of(ExponentialHead.of(head, tokens, kernel, None), narrow)
     flat = [rows.flat(y) if y.ndim else y for y in coefficients]
     weights = jnp.ones_like(narrow, jnp.float32)
     return weighted_sum(head, name, value, tokens, kernel, narrow, weights, *flat)
@@ -78,9 +79,7 @@ def _arguments(
     transpose_w: bool,
     bias: jax.Array | None = None,
     soft_cap: float | jax.Array | None = None,
-    has_total: bool = False,
-    has_entropy: bool = False,
-    best_dtype: np.dtype | None = None,
+    **statistics: Any,
 ) -> HeadArguments:
     arguments = head_arguments(
         operator,
@@ -93,9 +92,7 @@ def _arguments(
         dtype=None,
         implementation="auto",
     )
-    more: dict[str, Any] = {"has_total": has_total, "has_entropy": has_entropy, "best_dtype": best_dtype}
-    head = dataclasses.replace(arguments.head, **more)
-    arguments = arguments._replace(head=head)
+    arguments = arguments._replace(head=dataclasses.replace(arguments.head, **statistics))
     return arguments if bias is None else _with_bias(arguments, bias)
 
 

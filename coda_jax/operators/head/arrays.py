@@ -48,6 +48,7 @@ class Statistics(NamedTuple):
       total: (M,), where the head has it.
       entropy: (M,), where the head has it.
       best: (M,), the number of the largest logit's column, the first of several, where the head has it.
+      rank: (M,), the number of logits that compare with the label's as the head says, where it says so.
     """
 
     lse: Any
@@ -55,3 +56,4 @@ class Statistics(NamedTuple):
     total: Any = None
     entropy: Any = None
     best: Any = None
+    rank: Any = None

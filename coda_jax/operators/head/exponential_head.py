@@ -58,7 +58,7 @@ class ExponentialHead(LossHead):
             and writing dW does. Both together take 3.25 GiB at most, if that leaves the exponentials what logits have.
         """
         is_plain = head.soft_cap is None and tokens.cap is None and tokens.scale is None
-        has_more = head.has_total or head.has_entropy or head.best_dtype is not None
+        has_more = head.has_total or head.has_entropy or head.has_best or head.rank
         if head.dtype != jnp.bfloat16 or not is_plain or has_more:
             return head
         if chunk_bytes is None:

@@ -40,6 +40,8 @@ from coda_jax.operators.multiply import accumulate, multiply, scale_rows
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
+_FLOAT32 = np.dtype(jnp.float32)
+
 
 @dataclasses.dataclass(frozen=True)
 class LossHead:
@@ -52,8 +54,9 @@ class LossHead:
       chunk_bytes: the most that a chunk's logits take, if more than 128 tokens fit.
       transpose_w: whether W is stored (V, D) and not (D, V).
       soft_cap: c above where it is a number.
-      has_total, has_entropy: which statistics there are beside lse and target.
-      best_dtype: of the logits among which the largest is looked for; None where it is not.
+      has_total, has_entropy, has_best: which statistics there are beside lse and target.
+      rank: the comparison of the logits that are counted with the label's, as "gt"; empty where none are.
+      rounded_to: the dtype of the logits that are compared with one another, and that are kept beside an entropy.
       scale_has_gradient: whether 1 / T is differentiated.
       all_chunks: whether also those chunks are worked on that a mask leaves empty: then the loop can be differentiated.
       dtype: of the products' inputs.
@@ -69,7 +72,9 @@ class LossHead:
     soft_cap: float | None = None
     has_total: bool = False
     has_entropy: bool = False
-    best_dtype: np.dtype | None = None
+    has_best: bool = False
+    rank: str = ""
+    rounded_to: np.dtype = _FLOAT32
     scale_has_gradient: bool = False
     all_chunks: bool = False
     axes: tuple[str, ...] = ()
@@ -81,6 +86,10 @@ class LossHead:
             self, vocabulary=vocabulary, columns=columns_of(vocabulary, self.dtype), axes=(*self.axes, *axes)
         )
 
+    def logit_head(self) -> LossHead:
+        """The head of the same results that keeps logits."""
+        return self
+
     def statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
         """The statistics of every token, 0 where the mask is false.
 
@@ -89,15 +98,7 @@ class LossHead:
           labels: (M,) or (M, k) int32.
           mask: (M,) bool, or None.
         """
-        w, labels = self._joined(kernel), self._shard_labels(labels)
-
-        def step(stats: Statistics, chunk: Chunk) -> Statistics:
-            chunk_stats, _ = self._sums(self.formed(tokens, chunk), w, chunk.of(labels), self.curve(tokens, chunk))
-            return jax.tree.map(chunk.put, stats, chunk_stats)
-
-        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
-        state = self._no_statistics(tokens, kernel, labels)
-        return over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
+        return self._in_chunks(self._sums, tokens, kernel, labels, mask, self._logits_dtype(labels), ())[0]
 
     def values_and_gradients(
         self,
@@ -112,28 +113,8 @@ class LossHead:
 
         The cotangents are those of the coefficients, (M,) each, and those that `pullback` gives.
         """
-        w, labels = self._joined(kernel), self._shard_labels(labels)
-
-        def step(state: tuple[Any, Tokens, Kernel], chunk: Chunk) -> tuple[Any, Tokens, Kernel]:
-            values, dtokens, dkernel = state
-            formed, chunk_labels, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
-            stats, z = self._sums(formed, w, chunk_labels, curve, keep=True)
-            chunk_values, pullback = jax.vjp(value, stats, *map(chunk.of, coefficients))
-            cotangents, *dcoefficients = pullback(chunk.of(weights))
-            # The label's own logit is the exact one: its cotangent is often a difference.
-            is_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == chunk_labels[:, None]
-            target = curve.unscaled(stats.target[:, None])
-            capped = jnp.where(is_label, target, curve.capped(z.astype(jnp.float32)))
-            label_column, _, *columns, _ = curve.cotangent_columns(chunk_labels, stats, cotangents)
-            dz, *drows = self._dlogits(curve, capped, label_column, *columns)
-            gradients = self._products(dz.astype(self.dtype), drows, formed, w, (dtokens, dkernel), chunk)
-            return jax.tree.map(chunk.put, values, [chunk_values, *dcoefficients]), *gradients
-
-        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
-        values = [self._no_statistics(tokens, kernel, labels).lse] * (1 + len(coefficients))
-        state = (values, *self._no_gradients(tokens, kernel, is_single=size is None))
-        (token_values, *dcoefficients), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
-        return token_values, tuple(dcoefficients), dtokens, self._unpadded(dkernel)
+        arrays: Any = tokens, kernel, labels, weights, *coefficients
+        return self._in_chunks_with_gradients(self._sums, value, *arrays, is_lost=())[0]
 
     def pullback(
         self,
@@ -181,6 +162,79 @@ class LossHead:
         """The norm of x in float32; x itself where there is no norm."""
         return h.with_array(h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
 
+    # ---- loops over chunks
+
+    def _in_chunks(
+        self,
+        sums: Any,
+        tokens: Tokens,
+        kernel: Kernel,
+        labels: jax.Array,
+        mask: jax.Array | None,
+        dtype: Any,
+        is_lost: Any,
+    ) -> tuple[Statistics, Any]:
+        """The statistics of every token, and whether one is lost.
+
+        Args:
+          sums: the statistics of a chunk, as `_sums`.
+          tokens, kernel, labels, mask: as in `statistics`.
+          dtype: of a chunk's largest array.
+          is_lost: False, () bool; () where nothing can be lost.
+        """
+        w, labels = self._joined(kernel), self._shard_labels(labels)
+
+        def step(state: tuple[Statistics, Any], chunk: Chunk) -> tuple[Statistics, Any]:
+            stats, is_lost = state
+            found, _, is_row_lost = sums(
+                self.formed(tokens, chunk), w, chunk.of(labels), self.curve(tokens, chunk), keep=False
+            )
+            return jax.tree.map(chunk.put, stats, found), jax.tree.map(_or_any, is_lost, is_row_lost)
+
+        size = self._chunk(labels.shape[0], dtype)
+        state = self._no_statistics(tokens, kernel, labels), is_lost
+        found: tuple[Statistics, Any] = over_chunks(
+            step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks
+        )
+        return found
+
+    def _in_chunks_with_gradients(
+        self,
+        sums: Any,
+        value: Callable[..., jax.Array],
+        tokens: Tokens,
+        kernel: Kernel,
+        labels: jax.Array,
+        weights: jax.Array,
+        *coefficients: jax.Array,
+        is_lost: Any,
+    ) -> tuple[Any, Any]:
+        """`values_and_gradients`, and whether a token is lost; sums and is_lost as in `_in_chunks`."""
+        w, labels = self._joined(kernel), self._shard_labels(labels)
+
+        def step(state: Any, chunk: Chunk) -> Any:
+            (values, is_lost), dtokens, dkernel = state
+            formed, chunk_labels, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
+            stats, z, is_row_lost = sums(formed, w, chunk_labels, curve, keep=True)
+            chunk_values, pullback = jax.vjp(value, stats, *map(chunk.of, coefficients))
+            cotangents, *dcoefficients = pullback(chunk.of(weights))
+            # The label's own logit is the exact one: its cotangent is often a difference.
+            is_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == chunk_labels[:, None]
+            target = curve.unscaled(stats.target[:, None])
+            capped = jnp.where(is_label, target, curve.capped(z.astype(jnp.float32)))
+            label_column, _, *columns, _ = curve.cotangent_columns(chunk_labels, stats, cotangents)
+            dz, *drows = self._dlogits(curve, capped, label_column, *columns)
+            gradients = self._products(dz.astype(self.dtype), drows, formed, w, (dtokens, dkernel), chunk)
+            values = jax.tree.map(chunk.put, values, [chunk_values, *dcoefficients])
+            return (values, jax.tree.map(_or_any, is_lost, is_row_lost)), *gradients
+
+        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
+        values = [self._no_statistics(tokens, kernel, labels).lse] * (1 + len(coefficients))
+        state = ((values, is_lost), *self._no_gradients(tokens, kernel, is_single=size is None))
+        (found, is_lost), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
+        token_values, *dcoefficients = found
+        return (token_values, tuple(dcoefficients), dtokens, self._unpadded(dkernel)), is_lost
+
     # ---- one chunk
 
     def has_column(self, labels: jax.Array) -> jax.Array:
@@ -204,15 +258,15 @@ class LossHead:
 
     def _sums(
         self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, curve: LogitCurve, *, keep: bool = False
-    ) -> tuple[Statistics, jax.Array]:
-        """The statistics, and with `keep` the product in its `_logits_dtype`.
+    ) -> tuple[Statistics, jax.Array, tuple[()]]:
+        """The statistics, with `keep` the product in its `_logits_dtype`, and (), since none is lost.
 
-        The entropy, the largest logit and several labels a token are read from the product, which is kept for them: an
-        epilogue's sum over a tile does not know the log-sum-exp of all tiles that sum_v exp(y - lse) y needs.
-        `EntropyHead` guesses it.
+        The entropy, the largest logit, the label's rank and several labels a token are read from the product, which is
+        kept for them: an epilogue's sum over a tile does not know the log-sum-exp of all tiles that
+        sum_v exp(y - lse) y needs. `EntropyHead` guesses it.
         """
         is_one = labels.ndim == 1
-        keep = keep or self._reads_logits(labels) or self.best_dtype is not None
+        keep = keep or self._reads_logits(labels) or self._compares
 
         def loss_sums(acc: jax.Array, labels: Any, scale: Any, cap: Any) -> list[jax.Array]:
             y = curve.for_tile(scale, cap).of(acc)
@@ -241,8 +295,22 @@ class LossHead:
             sums = [self._candidates(z, labels, curve), *sums]
         target, *total = (across(ReductionOp.SUM, x, self.axes) for x in sums)
         entropy = self._entropy(z, lse, curve) if self.has_entropy else None
-        best = None if self.best_dtype is None else self._best(z, self.best_dtype, curve)
-        return Statistics(lse, target, total[0] if total else None, entropy, best), z
+        stats = Statistics(lse, target, total[0] if total else None, entropy)
+        return self._with_comparisons(stats, z, labels, curve), z, ()
+
+    @property
+    def _compares(self) -> bool:
+        """Whether logits are compared with one another."""
+        return self.has_best or bool(self.rank)
+
+    def _with_comparisons(self, stats: Statistics, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> Statistics:
+        """The statistics with those of compared logits; z as it is kept."""
+        if not self._compares:
+            return stats
+        if self.rounded_to.itemsize < z.dtype.itemsize:
+            z = lax.reduce_precision(z, jnp.finfo(self.rounded_to).nexp, jnp.finfo(self.rounded_to).nmant)
+        best = self._best(z, curve) if self.has_best else None
+        return stats._replace(best=best, rank=self._rank(z, labels, curve) if self.rank else None)
 
     def _candidates(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
         """The logits of labels (m, k); 0 for those on another shard of W."""
@@ -250,10 +318,8 @@ class LossHead:
         picked = jnp.take_along_axis(z, jnp.where(inside, labels, 0), axis=1)
         return jnp.where(inside, curve.of(picked), 0.0)
 
-    def _best(self, z: jax.Array, dtype: np.dtype, curve: LogitCurve) -> jax.Array:
+    def _best(self, z: jax.Array, curve: LogitCurve) -> jax.Array:
         """The column of each token's largest logit, as float32, which holds all numbers below 2^24."""
-        if dtype.itemsize < z.dtype.itemsize:
-            z = lax.reduce_precision(z, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
         y = jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary, curve.of(z), -jnp.inf)
         largest, column = jnp.max(y, axis=1), jnp.argmax(y, axis=1).astype(jnp.int32)
         if self.axes:
@@ -261,6 +327,18 @@ class LossHead:
             is_largest = largest == across(ReductionOp.MAX, largest, self.axes)
             column = across(ReductionOp.MIN, jnp.where(is_largest, column, jnp.iinfo(jnp.int32).max), self.axes)
         return column.astype(jnp.float32)
+
+    def _rank(self, z: jax.Array, labels: jax.Array, curve: LogitCurve) -> jax.Array:
+        """The number of each token's logits that compare so with the label's, as float32; 0 of it in no column."""
+        own = across(ReductionOp.SUM, self._candidates(z, labels[:, None], curve), self.axes)
+        is_known = across(ReductionOp.SUM, self.has_column(labels).astype(jnp.int32), self.axes) > 0
+        compare = {"gt": lax.gt, "ge": lax.ge, "lt": lax.lt, "le": lax.le}[self.rank]
+        y = curve.of(z).astype(jnp.float32)
+        counts = compare(y, jnp.broadcast_to(own.astype(jnp.float32), y.shape)) & is_known[:, None]
+        if self.columns > self.vocabulary:
+            counts &= lax.broadcasted_iota(jnp.int32, z.shape, 1) < self.vocabulary
+        rank: jax.Array = across(ReductionOp.SUM, jnp.sum(counts, axis=1, dtype=jnp.int32), self.axes)
+        return rank.astype(jnp.float32)
 
     def _entropy(self, z: jax.Array, lse: jax.Array, curve: LogitCurve) -> jax.Array:
         """-sum p log(p), in one pass over the chunk; lse is only a shift, whose rounding does not change p."""
@@ -373,8 +451,8 @@ class LossHead:
     def _logits_dtype(self, labels: jax.Array) -> np.dtype:
         """The dtype of a chunk's logits: float32 where a sum is read from them, not only their cotangent."""
         narrow = np.dtype(kept_dtype(self.dtype))
-        is_wide = self._reads_logits(labels) or self.best_dtype not in (None, narrow)
-        return np.dtype(jnp.float32) if is_wide else narrow
+        is_wide = self._reads_logits(labels) or (self._compares and self.rounded_to != narrow)
+        return _FLOAT32 if is_wide else narrow
 
     def _joined(self, kernel: Kernel) -> jax.Array:
         """[W; B] in the compute dtype, padded."""
@@ -399,7 +477,7 @@ class LossHead:
         """Zeros that vary over the same mesh axes as a chunk's statistics: not over those that shard W."""
         axes = varying_axes(*jax.tree.leaves((tokens, kernel))) - set(self.axes)
         rows, target = (vary(axes, jnp.zeros(shape, jnp.float32))[0] for shape in (labels.shape[:1], labels.shape))
-        has_more = (self.has_total, self.has_entropy, self.best_dtype is not None)
+        has_more = (self.has_total, self.has_entropy, self.has_best, bool(self.rank))
         return Statistics(rows, target, *(rows if is_asked else None for is_asked in has_more))
 
     def _no_gradients(self, tokens: Tokens, kernel: Kernel, *, is_single: bool) -> tuple[Tokens, Kernel]:
@@ -421,3 +499,7 @@ class LossHead:
         dw = zeros((columns, width) if self.transpose_w else (width, columns), jnp.float32)
         db = None if kernel.b is None else zeros((kernel.b.shape[0], columns), jnp.float32)
         return dtokens, Kernel(dw, db)
+
+
+def _or_any(is_lost: jax.Array, is_row_lost: jax.Array) -> jax.Array:
+    return is_lost | jnp.any(is_row_lost)

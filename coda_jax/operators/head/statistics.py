@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from coda_jax.lowering.row_function import Result, on_row_shards
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
-from coda_jax.operators.head.exponential_head import ExponentialHead
 from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
@@ -59,7 +58,7 @@ def weighted_sum(
 def _statistics(head: LossHead, *arguments: Any, name: str) -> Statistics:
     def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
         each: Any = Result()
-        has_more = (head.has_total, head.has_entropy, head.best_dtype is not None)
+        has_more = (head.has_total, head.has_entropy, head.has_best, bool(head.rank))
         results = Statistics(each, each, *(each if is_asked else None for is_asked in has_more))
         stats: Statistics = _on_devices(head, "statistics", (tokens, kernel, labels, mask), results)
         return stats
@@ -151,9 +150,10 @@ def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Val
 
         return run
 
-    if not isinstance(head, ExponentialHead):
+    by_logits = head.logit_head()
+    if by_logits is head:
         return computed_by(head)(*arguments)
-    return _derived_as(computed_by(head.logit_head()), name, computed_by(head), arguments, fixed=(2,))
+    return _derived_as(computed_by(by_logits), name, computed_by(head), arguments, fixed=(2,))
 
 
 def _argument_cotangents(
