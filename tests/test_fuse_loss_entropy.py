@@ -178,13 +178,15 @@ def test_two_loops_with_an_entropy():
 
 
 AUX = {
+    "entropy_of_stopped": lambda z, y: ENTROPIES["of_softmax"](jax.lax.stop_gradient(z)),
     "stopped_entropy": lambda z, y: jax.lax.stop_gradient(ENTROPIES["of_exponentials"](z)),
     "entropy": lambda z, y: jnp.mean(ENTROPIES["of_logits"](z)),
     "entropy_and_accuracy": lambda z, y: (
         jnp.mean(jnp.argmax(z, axis=-1) == y),
-        jnp.mean(ENTROPIES["of_softmax"](z)),
+        jnp.mean(ENTROPIES["of_softmax"](jax.lax.stop_gradient(z))),
     ),
     "perplexity": lambda z, y: jnp.exp(jnp.mean(-picked(jax.nn.log_softmax(z), y))),
+    "perplexity_of_stopped": lambda z, y: jnp.exp(jnp.mean(integer_labels(jax.lax.stop_gradient(z), y))),
 }
 
 
@@ -201,12 +203,29 @@ def test_an_entropy_beside_a_loss(name):
     check_counts(f, has_aux=True, products=OF_TOKENS)
 
 
+def test_a_stopped_gradient_stays_one():
+    """A stopped array has no gradient where it is mixed with another one."""
+    x, w, labels = sizes()
+
+    def f(x, w, labels):
+        z = x @ w
+        fixed = jax.lax.stop_gradient(z)
+        entropy = ENTROPIES["of_softmax"](fixed) * jnp.sum(w[0]) + jnp.sin(ENTROPIES["of_exponentials"](z))
+        return jnp.mean(jnp.exp(-integer_labels(fixed, labels)) * integer_labels(z, labels)) + jnp.mean(entropy)
+
+    check_values(f, x, w, labels)
+    assert operators(f, x, w, labels) == {"linear_cross_entropy"}
+
+
 def own_logits(z, y):
     return picked(z, y)[..., None]
 
 
 RANKS = {
     "larger": lambda z, y: jnp.sum(z > own_logits(z, y), axis=-1),
+    "larger_of_stopped": lambda z, y: jnp.sum(
+        jax.lax.stop_gradient(z) > own_logits(jax.lax.stop_gradient(z), y), axis=-1
+    ),
     "not_smaller": lambda z, y: jnp.sum((z >= own_logits(z, y)).astype(jnp.float32), axis=-1),
     "flipped": lambda z, y: jnp.sum(own_logits(z, y) < z, axis=-1),
     "smaller": lambda z, y: jnp.sum(z < own_logits(z, y), axis=-1),

@@ -30,6 +30,7 @@ from coda_jax.fusion.remat import Remat
 from coda_jax.fusion.residuals import with_fewer_residuals
 from coda_jax.fusion.row_factors import with_factors_behind
 from coda_jax.fusion.row_views import with_rows_in_front
+from coda_jax.fusion.stops import with_stops_behind
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
@@ -196,7 +197,8 @@ class Pieces:
             known |= dict(zip(flat.jaxpr.invars, constants, strict=False))
             flat, attentions = with_attention(flat, known, implementation=self.options.implementation)
         flat = with_rows_first(flat)
-        losses = Losses(with_factors_behind(with_rows_in_front(flat, LEAST_VOCABULARY), LEAST_VOCABULARY))
+        in_front = with_rows_in_front(with_stops_behind(flat, LEAST_VOCABULARY), LEAST_VOCABULARY)
+        losses = Losses(with_factors_behind(in_front, LEAST_VOCABULARY))
         if self.options.chunk_losses and not self.options.is_exact:
             made, beside = with_loss_gradients(losses.source)
             made, taken = with_losses(made, sums=kind == "outer", rules=kind != "rule")
