@@ -263,6 +263,26 @@ def test_a_rank_beside_a_loss(name):
     check_counts(f, has_aux=True, products=OF_TOKENS)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_ranks_are_those_of_rounded_logits(dtype):
+    """The sums are exact in float32, and many logits are one in 16 bits."""
+    rng = np.random.default_rng(6)
+    x, w = (jnp.asarray(rng.integers(-100, 101, shape) / 16, dtype) for shape in ((64, 16), (16, VOCABULARY)))
+    labels = jnp.asarray(rng.integers(0, VOCABULARY, 64), jnp.int32)
+
+    def f(x, w, rounded=True):
+        z = widened(x @ w) if rounded else jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return jnp.mean(integer_labels(z, labels)), RANKS["larger"](z, labels)
+
+    options = {"xla_allow_excess_precision": False}
+    plain = jax.jit(lambda x, w, rounded: f(x, w, rounded)[1], static_argnums=2, compiler_options=options)
+    ranks = [np.asarray(plain(x, w, rounded)) for rounded in (True, False)]
+    assert not np.array_equal(*ranks)
+    for rounded, expected in zip((True, False), ranks, strict=True):
+        for g in list(both(lambda x, w, rounded=rounded: f(x, w, rounded), has_aux=True).values())[1:]:
+            assert np.array_equal(jax.jit(g)(x, w)[0][1], expected)
+
+
 OTHER_RANKS = {
     "of_another_label": lambda z, y: jnp.sum(z > own_logits(z, (y + 1) % 1000), axis=-1),
     "of_a_number": lambda z, y: jnp.sum(z > 0.5, axis=-1),
