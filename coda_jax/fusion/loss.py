@@ -408,7 +408,7 @@ def _are_of_one_label(makers: Makers, one: _Pick, other: _Pick) -> bool:
 
 def _ranks(makers: Makers, logits: Logits, picks: dict[Any, _Pick]) -> Iterator[tuple[Any, _Rank]]:
     """Variables that are numbers of the logits that compare in one way with the label's, which is none outside."""
-    own = [x for x, one in picks.items() if one == _Pick(one.labels, one.outside, True)]
+    own = [x for x, one in picks.items() if one.is_of_logits and (one.on, one.off) == (1.0, 0.0)]
     own = [x for x in own if picks[x].outside is None or math.isnan(picks[x].outside or 0.0)]
     targets, first = set[Any]().union(*map(makers.views, own)), ""
     for equation in makers.read_by(logits.arrays, *FLIPPED) if targets and logits.fill is None else ():

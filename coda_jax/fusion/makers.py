@@ -148,7 +148,9 @@ class Makers:
         return x
 
     def repeated(self, x: Any) -> Any:
-        """The variable of one number of each row that an array (..., V) has in all columns; None for another array."""
+        """The variable of one number of each row that an array (..., V) or (..., 1) has in all columns, or None."""
+        if x.aval.shape[-1:] == (1,):
+            return x
         maker = self.maker(x)
         if maker is None or maker.primitive.name != "broadcast_in_dim":
             return None
