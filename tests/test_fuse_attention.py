@@ -174,6 +174,8 @@ NOTHING = {
     "ids, padding and lengths": masked(
         lambda m: m & (index() < 14) & (ids[:, :, None] == ids[:, None, :])[:, None] & (index() > 1)[:, None], -1e9
     ),
+    "a window of no key": masked(lambda m: m & (index() > index()[:, None]) & (index() <= index()[:, None]), -1e9),
+    "a window of no key alone": masked(lambda m: (index() > index()[:, None]) & (index() <= index()[:, None]), -1e9),
     "jax.nn": lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, implementation="xla"),
     "a bias that is -inf": attended(lambda s, m: s + jnp.log(m.astype(s.dtype))),
 }

@@ -85,8 +85,9 @@ class Masks:
 
     @property
     def _band(self) -> tuple[int | None, int | None] | None:
-        """The bounds as a band, if they are one; none of no bounds."""
-        return static_band(self.bounds, self.layout) if self.bounds else None
+        """The bounds as a band, if they are one; none of no bounds, nor of those that leave no key."""
+        band = static_band(self.bounds, self.layout) if self.bounds else None
+        return None if band is None or (None not in band and sum(band) < 0) else band  # type: ignore[arg-type]
 
     @property
     def _has_dense(self) -> bool:
@@ -163,12 +164,9 @@ def _band_arguments(left: int | None, right: int | None, queries: int, keys: int
     """A band i - left <= j <= i + right in the words of `coda.attention`."""
     if left is None and right is None:
         return {}
-    if left is None or right is None or left + right >= 0:
-        offset = right if right is not None else -left  # type: ignore[operator]
-        window = None if left is None else (left + offset, 0 if right is not None else queries + keys + abs(offset))
-        return {"is_causal": right is not None, "local_window_size": window, "query_offset": offset}
-    nothing = jnp.zeros(queries, jnp.int32)
-    return {"mask": Intervals(nothing + keys, nothing - 1)}
+    offset = right if right is not None else -left  # type: ignore[operator]
+    window = None if left is None else (left + offset, 0 if right is not None else queries + keys + abs(offset))
+    return {"is_causal": right is not None, "local_window_size": window, "query_offset": offset}
 
 
 def masks_of(terms: Terms, layout: Layout, trees: Trees) -> Masks:
