@@ -446,8 +446,8 @@ def test_equal_layers_are_traced_once():
 def test_the_derivatives_of_equal_calls_are_traced_once(monkeypatch):
     """Attention of each layer is a call: four layers have no more traces of derivatives than three."""
     traced = []
-    own = calls._traced_linear
-    monkeypatch.setattr(calls, "_traced_linear", lambda *args: traced.append(1) or own(*args))
+    own = calls.traced_linear
+    monkeypatch.setattr(calls, "traced_linear", lambda *args: traced.append(1) or own(*args))
 
     def loss(w, x):
         for one in w:

@@ -15,7 +15,8 @@ from jax.extend import core
 from coda_jax.fusion.custom import CUSTOM_VJPS, Rule, may_be_opened, rule_of
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.remat import AnyOf, Remat, remat_of
-from coda_jax.fusion.straight import CHECKPOINTS, JITS, at_line, is_inner
+from coda_jax.fusion.stacks import stacked
+from coda_jax.fusion.straight import CHECKPOINTS, JITS, at_line, is_inner, is_stacked
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
@@ -119,6 +120,8 @@ def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:
     """How the bodies of an equation are run fused; None where they stay."""
     if is_inner(equation):
         return _call
+    if is_stacked(equation):
+        return _stacked
     if equation.primitive.name in CUSTOM_VJPS:
         if any(is_inner(inner) for inner, _ in equations(opened(callee(equation))[0])):
             return _custom_vjp
@@ -151,6 +154,10 @@ def _scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[A
         unroll=params["unroll"],
     )
     return [*carry, *stacked]
+
+
+def _stacked(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    return stacked(equation, inputs, lambda loop: fused(loop.params["jaxpr"], "scan", of="step"))
 
 
 def _cond(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -30,6 +30,7 @@ from coda_jax.fusion.remat import Remat
 from coda_jax.fusion.residuals import with_fewer_residuals
 from coda_jax.fusion.row_factors import with_factors_behind
 from coda_jax.fusion.row_views import with_rows_in_front
+from coda_jax.fusion.stacks import with_stacks
 from coda_jax.fusion.stops import with_stops_behind
 from coda_jax.fusion.straight import is_inner, is_jitted, line_of, straight
 from coda_jax.graph.calls import data_of, is_key, key_impl_of
@@ -206,7 +207,7 @@ class Pieces:
             flat = made if losses.taken else flat
         if not self.options.is_exact:
             flat = with_narrow_views(with_centred_sums(flat))
-        flat = with_fewer_residuals(flat, arrays)
+        flat = with_stacks(with_fewer_residuals(flat, arrays), arrays)
         consts = flat.consts  # of jitted functions that are opened, which JAX has read when it traced these
         if consts:
             flat, arrays = without_constants(flat), [*consts, *arrays]

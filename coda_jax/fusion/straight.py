@@ -23,6 +23,7 @@ CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"ji
 _OPENED = CALLS - CHECKPOINTS
 # They begin the names of calls of fused functions inside of others; JAX's derivatives and batches of calls keep names.
 _INNER, _INNER_RULE = "coda_fused_", "coda_ruled_"
+STACKED = "coda_stacked_"  # begins the name of a call of a loop, and of what moves its stacked arrays
 # Equal ones are made once.
 _SHARED = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "reduce_max"})
 
@@ -128,8 +129,8 @@ def applied(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_opened(equation: Equation) -> bool:
-    """True for a call that is inlined, and is none of a fused function."""
-    if equation.primitive.name not in _OPENED or is_inner(equation):
+    """True for a call that is inlined, and is none of a fused function, nor of a loop over moved arrays."""
+    if equation.primitive.name not in _OPENED or is_inner(equation) or is_stacked(equation):
         return False
     shardings = [*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ())]
     is_placed = any(isinstance(x, jax.sharding.Sharding) for x in shardings)
@@ -169,6 +170,11 @@ def is_inner(equation: Equation) -> bool:
         return _is_named(equation, _INNER)
     equations = opened(callee(equation))[0].eqns
     return len(equations) == 1 and _is_named(equations[0], _INNER_RULE)  # others' rules are not of their equations
+
+
+def is_stacked(equation: Equation) -> bool:
+    """True for a call of a loop, and of what moves its stacked arrays."""
+    return _is_named(equation, STACKED)
 
 
 def is_jitted(jaxpr: core.Jaxpr) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.straight import is_stacked
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 
@@ -92,7 +93,7 @@ def words_of_map(
 def words_of_call(steps: Sequence[Equation]) -> str:
     """The word for the equations that stay XLA's: "attention", "gather"."""
     every = [e for step in steps for e in (step, *(x for body in inner_jaxprs(step) for x, _ in equations(body)))]
-    outer = [step.primitive.name for step in steps]
+    outer = ["scan" if is_stacked(step) else step.primitive.name for step in steps]
     if name := next((x for x in outer if x in CUSTOM_DERIVATIVES - {"custom_jvp_call"}), ""):
         return name.removesuffix("_call")
     dots = [e for e in every if e.primitive.name == "dot_general"]

@@ -139,19 +139,9 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
         call.linear[is_differentiated] = _linearized(call, is_differentiated)
     linear, outs = call.linear[is_differentiated], call.jaxpr.out_avals
     present = sorted(cotangents)
-
-    def backward(*arrays: jax.Array) -> list[jax.Array]:
-        kept, remaining = arrays[: len(linear.kept)], iter(arrays[len(linear.kept) :])
-        output_cotangents = [next(remaining) if i in present else _zeros(aval) for i, aval in enumerate(outs)]
-        leaves = (
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(kept, linear.keys, strict=True)
-        )
-        return list(jax.tree.unflatten(linear.tree, leaves)(output_cotangents))
-
     key = "backward", is_differentiated, tuple(present)
     if key not in call.traces:
-        call.traces[key] = jax.make_jaxpr(backward)(*linear.types, *(typed(outs[i]) for i in present))
+        call.traces[key] = traced_backward(linear.tree, linear.keys, linear.types, outs, present)
     jaxpr = call.traces[key]
     differentiated = [x for x, flag in zip(call.inputs, is_differentiated, strict=True) if flag]
     inputs, shapes = [*linear.kept, *(cotangents[i] for i in present)], [x.shape for x in differentiated]
@@ -162,7 +152,7 @@ def pulled_back(call: Call, cotangents: Mapping[int, Value], is_differentiated: 
 def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
     key = "linear", is_differentiated
     if key not in call.traces:
-        call.traces[key] = _traced_linear(call, is_differentiated)
+        call.traces[key] = traced_linear(call.jaxpr, is_differentiated)
     closed, tree, keys = call.traces[key]
     jaxpr, count = closed.jaxpr, len(call.results)
     known: dict[Any, Value] = {}
@@ -179,10 +169,12 @@ def _linearized(call: Call, is_differentiated: tuple[bool, ...]) -> Linear:
     return Linear(closed, tree, keys, kept, list(map(typed, avals)))
 
 
-def _traced_linear(call: Call, is_differentiated: tuple[bool, ...]) -> tuple[core.ClosedJaxpr, Any, list[Any]]:
-    """`Linear.jaxpr`, `tree` and `keys`."""
+def traced_linear(
+    jaxpr: core.ClosedJaxpr, is_differentiated: Sequence[bool]
+) -> tuple[core.ClosedJaxpr, Any, list[Any]]:
+    """`Linear.jaxpr`, `tree` and `keys` of a function, differentiated by these arguments."""
     trees: list[Any] = []
-    function: Callable[..., Any] = core.jaxpr_as_fun(call.jaxpr)
+    function: Callable[..., Any] = core.jaxpr_as_fun(jaxpr)
 
     def forward(*arrays: jax.Array) -> list[jax.Array]:
         def partial_function(*varied: jax.Array) -> Any:
@@ -202,9 +194,38 @@ def _traced_linear(call: Call, is_differentiated: tuple[bool, ...]) -> tuple[cor
             *(x if impl is None else jax.random.key_data(x) for x, impl in zip(leaves, keys, strict=True)),
         ]
 
-    closed = jax.make_jaxpr(forward)(*map(typed, call.jaxpr.in_avals))
+    closed = jax.make_jaxpr(forward)(*map(typed, jaxpr.in_avals))
     tree, keys = trees[-1]
     return closed, tree, keys
+
+
+def traced_backward(
+    tree: Any,
+    keys: Sequence[Any],
+    types: Sequence[Any],
+    outs: Sequence[Any],
+    present: Sequence[int],
+    read: Callable[[Sequence[Any]], Sequence[Any]] = lambda kept: kept,
+) -> core.ClosedJaxpr:
+    """The cotangents that a derivative gives, from what it keeps and the cotangents of these results; others are zeros.
+
+    Args:
+      tree, keys: as `traced_linear` gives them.
+      types: of what is kept.
+      outs: the types of all results.
+      present: the results that have a cotangent, by number.
+      read: what the derivative reads, of what is kept.
+    """
+
+    def backward(*arrays: jax.Array) -> list[jax.Array]:
+        kept, remaining = read(arrays[: len(types)]), iter(arrays[len(types) :])
+        cotangents = [next(remaining) if i in present else _zeros(aval) for i, aval in enumerate(outs)]
+        leaves = (
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in zip(kept, keys, strict=True)
+        )
+        return list(jax.tree.unflatten(tree, leaves)(cotangents))
+
+    return jax.make_jaxpr(backward)(*types, *(typed(outs[i]) for i in present))
 
 
 def is_key(x: Any) -> bool:
