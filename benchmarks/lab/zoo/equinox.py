@@ -28,11 +28,14 @@ EQUINOX_FILES = ("patrick-kidger/equinox", "9336d820b2ef66b360fc6cb3611b3da5cefb
 
 
 def _of_notebook(name: str, begins: tuple[str, ...]) -> dict[str, Any]:
-    """The names that cells of a notebook of Equinox define, of those that begin so."""
+    """The names that cells of a notebook of Equinox define, of those that begin so.
+
+    None of them needs torch, which others ask for arrays of its own where it is imported.
+    """
     notebook = json.loads((folder_of(EQUINOX_FILES) / f"docs/examples/{name}.ipynb").read_text())
     library = sys.modules[f"zoo_{name}"] = ModuleType(f"zoo_{name}")
     for cell in notebook["cells"]:
-        text = "".join(cell["source"])
+        text = "".join(line for line in cell["source"] if line.split()[:2] != ["import", "torch"])
         if cell["cell_type"] == "code" and text.startswith(begins):
             exec(text.partition("@eqx.filter_jit")[0], vars(library))
     return vars(library)

@@ -26,6 +26,7 @@ from benchmarks.lab.zoo.sources import imported, model
 MAXTEXT = (
     *("maxtext==0.2.5", "aqtp==0.9.0", "qwix==0.1.8", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3"),
     *("pydantic==2.14.4", "pydantic_core==2.50.5", "annotated_types==0.8.0", "typing_inspection==0.4.5"),
+    *("jaxtyping==0.3.11", "wadler_lindig==0.1.8"),
     *("jinja2==3.1.6", "markupsafe==3.0.4", "psutil==7.2.2", "absl-py==2.5.1", "etils==1.15.0"),
 )
 
