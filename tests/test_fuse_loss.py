@@ -913,3 +913,17 @@ def test_logits_that_stay_whole_come_by_their_size():
         return jnp.sum(first) + jnp.mean(jax.nn.logsumexp(jnp.sort(x @ w["head"], axis=-1), axis=-1))
 
     assert [one.bytes // (4 * VOCABULARY) for one in coda.fuse.report(loss, w, x).logits] == [labels.size, 8 * len(x)]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0, 8)])
+def test_a_loss_of_no_tokens(shape):
+    x, w = jnp.zeros(shape), jnp.ones((8, 1024))
+
+    def loss(x, w):
+        labels = jnp.zeros(x.shape[:-1], jnp.int32)
+        return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1))
+
+    for gradient in (jax.grad(coda.fuse(loss), (0, 1)), coda.fuse(jax.grad(loss, (0, 1)))):
+        found, of_weight = gradient(x, w)
+        assert found.shape == shape
+        assert not of_weight.any()

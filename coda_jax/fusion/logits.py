@@ -92,7 +92,7 @@ class Logits:
             options["bias"] = values[self.bias].reshape(-1)[: self.vocabulary]
         if self.cap is not None:
             options["soft_cap"] = self.cap if isinstance(self.cap, float) else values[self.cap].reshape(())
-        return self._moved(x.reshape(*x.shape[: dot.rows_a], -1)), w, options
+        return self._moved(x.reshape(*x.shape[: dot.rows_a], math.prod(x.shape[dot.rows_a :]))), w, options
 
     @property
     def _asked(self) -> Equation | None:
