@@ -77,3 +77,17 @@ def _times(row: Row | None, has_alone: bool) -> list[str]:
         return ["failed" if row else "", *[""] * (1 + has_alone)]
     found = [f"{number(row, 'ms'):.3f}", f"{number(row, 'tflops'):.0f}"]
     return [*found, f"{number(row, 'alone_ms'):.3f}" if row["alone_ms"] else ""] if has_alone else found
+
+
+def scores(rows: Sequence[Row]) -> str:
+    """The table of score functions, sinks and dropout: a line each, columns by size."""
+    text = "Causal, bfloat16: forward, and forward with the gradients of q, k, v and what is learned, ms.\n\n"
+    by_size = grouped(rows, lambda row: tuple(row[name] for name in ("batch", "length", "heads", "key_heads", "width")))
+    times = {
+        size: {row["form"]: [f"{number(row, name):.2f}" for name in ("forward_ms", "both_ms")] for row in of}
+        for size, of in by_size.items()
+    }
+    titles = ["{} x {}, {} and {} heads of {}".format(*size) for size in times]
+    columns = [f"{title}: {which}" for title in titles for which in ("forward", "both")]
+    forms = list(dict.fromkeys(row["form"] for row in rows))
+    return text + table(["", *columns], [[form, *(x for of in times.values() for x in of[form])] for form in forms])

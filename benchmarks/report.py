@@ -91,6 +91,8 @@ SECTIONS = [
                 attention_tables.attention)
         for kind, title in attention_tables.KINDS.items()
     ),
+    Section("Attention, score functions", "_attention_scores", "make lab-attention_score_times",
+            attention_tables.scores),
     Section("The loss over a large vocabulary", "_loss_head", "make bench-loss_head", report_tables.loss_head),
     Section("A layer without attention", "_layer", "make bench-layer", report_tables.layer),
     Section("Bare products", "", "make bench", report_tables.products, "_products"),
