@@ -108,3 +108,20 @@ def test_no_more_is_kept_where_attention_stays(how):
     plain = coda.explain(jax.grad(loss, 1), X, WEIGHTS, IDS, platform="cuda").totals.kept_bytes
     fused = coda.explain(jax.grad(coda.fuse(loss), 1), X, WEIGHTS, IDS, platform="cuda").totals.kept_bytes
     assert masks_in(coda.fuse(loss), X, WEIGHTS, IDS) == set() and fused <= 1.01 * plain + 2**16
+
+
+def test_a_loop_without_attention_makes_nothing_again():
+    """Steps of a recurrence, in which a mask costs more than the rest."""
+
+    def loss(x, w, ids):
+        mask = of_documents(ids)
+
+        def step(h, x):
+            return jnp.exp(-jnp.square(x + h @ w)), jnp.sum(mask * h[:, :1, None])
+
+        h, sums = jax.lax.scan(step, x[:, 0], x.swapaxes(0, 1))
+        return jnp.sum(h) + jnp.sum(sums)
+
+    fused = jax.make_jaxpr(coda.fuse(loss))(X, WEIGHTS["q"][0], IDS)
+    compared = [times for e, times in equations(fused.jaxpr) if e.primitive.name == "eq"]
+    assert compared == [1]

@@ -80,11 +80,13 @@ def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _may_hold_attention(equation: Equation) -> bool:
-    """True for a loop or a checkpoint with an exponential, or with a kernel of attention."""
+    """True for a loop or a checkpoint with an exponential and two products of batches, or with cuDNN's attention."""
     if equation.primitive.name not in CHECKPOINTS | {"scan"}:
         return False
-    names = (e.primitive.name for jaxpr in inner_jaxprs(equation) for e, _ in equations(jaxpr))
-    return any(name == "exp" or name.startswith("dot_product_attention") for name in names)
+    every = [e for jaxpr in inner_jaxprs(equation) for e, _ in equations(jaxpr)]
+    names = {e.primitive.name for e in every}
+    batched = [e for e in every if e.primitive.name == "dot_general" and e.params["dimension_numbers"][1][0]]
+    return ("exp" in names and len(batched) > 1) or any(name.startswith("dot_product_attention") for name in names)
 
 
 def _moved(equation: Equation, makers: Makers) -> dict[int, _Made]:
