@@ -465,6 +465,15 @@ HEADS = {
     ),
 }
 CURVES = {
+    "a gate of all pairs": Spelling(attended(lambda s, a: jnp.tanh(s * a)), (q, k, v, normal(12, B, H, T, T)), "none"),
+    "a learned cap of each head": Spelling(
+        attended(lambda s, a: 3 * jnp.tanh(s * a[:, None, None])),
+        (q, k, v, 1 + jnp.abs(per_head)),
+        "none",
+    ),
+    "a learned cap, causal": Spelling(
+        attended(lambda s, a: jnp.where(causal(), a * jnp.tanh(s / 3), -1e9)), (q, k, v, jnp.float32(3.0)), "causal"
+    ),
     "a soft cap": Spelling(attended(lambda s: 5 * jnp.tanh(s / 5)), (q, k, v), "none"),
     "a soft cap and causal": Spelling(
         attended(lambda s: jnp.where(causal(), 5 * jnp.tanh(s / 5), -1e30)), (q, k, v), "causal"
@@ -547,7 +556,6 @@ def _beside(result):
 _key = jax.random.key(5)
 _qkv = (q, k, v)
 LEFT = {
-    "a learned cap": Spelling(attended(lambda s, a: jnp.tanh(s * a[:, None, None])), (*_qkv, per_head), "tanh"),
     "dropout": Spelling(by(lambda s, key: _dropped(softmax(s), key)), (*_qkv, _key), "dropout"),
     "coda.dropout": Spelling(by(lambda s, key: coda.dropout(key, softmax(s), 0.25)), (*_qkv, _key), "dropout"),
     "a sink of each query": Spelling(

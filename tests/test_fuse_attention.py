@@ -271,5 +271,5 @@ def test_the_check_of_values_passes():
 def test_the_report_says_what_became_of_it():
     report = coda.fuse.report(loss_of(masked(causal)), query, key, value)
     assert [one.epilogue for one in report.products] == [("attention",), ("attention",)]
-    left = coda.fuse.report(loss_of(LEFT["a learned cap"].function), *LEFT["a learned cap"].arguments)
-    assert all("tanh" in one.reason for one in left.products) and len(left.products) == 2
+    left = coda.fuse.report(loss_of(LEFT["precision"].function), *LEFT["precision"].arguments)
+    assert all("precision" in one.reason for one in left.products) and len(left.products) == 2

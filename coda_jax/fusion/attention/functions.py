@@ -27,7 +27,7 @@ class ScoreFunction:
 
     Attributes:
       layout: of the site's arrays.
-      curve: an expression of scores and numbers, with a factor; None for s itself.
+      curve: an expression of scores, numbers and smaller arrays, with a factor; None for s itself.
       terms: expressions of positions and of smaller arrays.
     """
 
@@ -42,7 +42,8 @@ class ScoreFunction:
     @property
     def read(self) -> list[Node]:
         """What becomes an operand, each once: arrays, and positions along a part of an axis."""
-        every = (node for term, _ in self.terms for node in term.walk())
+        expressions = [*([] if self.curve is None else [self.curve]), *self.terms]
+        every = (node for term, _ in expressions for node in term.walk())
         return [node for node in every if node.op == "leaf" or (node.op == "iota" and self._axis(node.labels[0]) < 0)]
 
     def operands(self, values: Mapping[Any, Any]) -> list[jax.Array]:
@@ -69,7 +70,7 @@ class ScoreFunction:
     def __call__(self, s: jax.Array, *operands: jax.Array) -> jax.Array:
         read = zip(self.read, operands, strict=True)  # floats are float32 in a score function
         known = {id(node): x.astype(node.var.aval.dtype if node.op == "leaf" else node.var) for node, x in read}
-        value = s if self.curve is None else _times(_curved(self.curve[0], s), self.curve[1])
+        value = s if self.curve is None else _times(_curved(self.curve[0], s, known), self.curve[1])
         for node, factor in self.terms:
             term = self._value(node, known, s.shape)
             value = value + _times(term.astype(jnp.promote_types(term.dtype, s.dtype)), factor)
@@ -112,12 +113,14 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * np.asarray(factor, x.dtype)
 
 
-def _curved(node: Node, s: jax.Array) -> jax.Array:
-    """The value of an expression of scores s and numbers, in the dtype of s."""
+def _curved(node: Node, s: jax.Array, known: Mapping[int, Any]) -> jax.Array:
+    """The value of an expression of scores s, numbers and arrays that are known, in the dtype of s."""
 
     def of(one: Node) -> Any:
         if one.op == "score":
             return s
+        if one.op == "leaf":
+            return known[id(one)].astype(s.dtype)
         if (number := constant_of(one)) is not None:
             return np.asarray(number, s.dtype)
         args = list(map(of, one.args))

@@ -184,6 +184,8 @@ def masks_of(terms: Terms, layout: Layout, trees: Trees) -> Masks:
     empty = NAN if is_low and empty == NOTHING else empty
     arrays, of_positions = _sorted_biases(biases, layout, trees)
     function = ScoreFunction(layout, terms.curve, of_positions) if terms.curve or of_positions else None
+    if function is not None and terms.curve is not None and not is_taken(function):
+        raise Unlike("scores pass through a function that coda.attention does not take")
     own = (tuple(found.bounds), tuple(found.rows), found.ids, tuple(found.keys), tuple(found.dense))
     return Masks(layout, *own, arrays, function, empty, is_low)
 

@@ -9,6 +9,7 @@ from coda_jax.fusion.attention.linear import identity
 from coda_jax.fusion.attention.logic import TwoValued, logic, two_valued
 from coda_jax.fusion.attention.meanings import Factor, Site
 from coda_jax.fusion.attention.trees import SAME, Node, Trees, constant_of
+from coda_jax.graph.values import is_float
 
 MASKED = -1e4  # a score of this or less, where a constant says it, is that of a masked key
 WHERE, ADDED, SUMMED = "where", "added", "summed"
@@ -43,7 +44,7 @@ class Terms:
 
     Attributes:
       scale: a number.
-      curve: an expression of the scaled scores and of numbers alone, and its factor; None for the scores themselves.
+      curve: an expression of the scaled scores, numbers and arrays, and its factor; None for the scores themselves.
       row_factors: expressions without keys that the product is multiplied with, (node, whether it divides).
       biases: added terms, each with its factor.
       masks: all masks; those whose fill is added stand in `biases` too.
@@ -91,6 +92,8 @@ class _Walk:
             self.terms.scale = factor
         elif node.op in SAME or node.op in ("convert_element_type", "reduce_precision"):
             self.walk(node.args[0], factor)
+        elif _has_curve(node) and not self.terms.row_factors and _is_curve(node):
+            self.terms.curve = node, factor
         elif node.op == "select_n" and len(node.args) == 3:
             self._masked(node, factor)
         elif node.op in ("add", "sub", "add_any"):
@@ -99,8 +102,6 @@ class _Walk:
             self.walk(node.args[0], -factor)
         elif node.op in ("mul", "div"):
             self._scaled(node, factor)
-        elif node.op in _CURVES and not self.terms.row_factors and _is_of_numbers(node):
-            self.terms.curve = node, factor
         else:
             raise Unlike(f"scores pass through {node.op}, a function that coda.attention does not take")
 
@@ -196,11 +197,22 @@ def _summands(node: Node, sign: float) -> list[tuple[Node, float]]:
     return parts if any(two_valued(one) is not None for one, _ in parts) else [(node, sign)]
 
 
-def _is_of_numbers(node: Node) -> bool:
-    """True for a function of the scores and of numbers alone."""
+def _has_curve(node: Node) -> bool:
+    """True for a curve of scores, and for one that an array is a factor of."""
+    if node.op in _CURVES:
+        return True
+    if node.op not in ("mul", "div") or any(constant_of(x) is not None for x in node.args):
+        return False
+    return any(one.op in _CURVES and one.has_score for one in node.walk())
+
+
+def _is_curve(node: Node) -> bool:
+    """True for a function of each score, of numbers and of arrays of floats."""
     if node.op in ("score", "constant") or constant_of(node) is not None:
         return True
-    return node.op in _CURVES | _ARITHMETIC and all(map(_is_of_numbers, node.args))
+    if node.op == "leaf":
+        return is_float(node.var.aval.dtype)
+    return node.op in _CURVES | _ARITHMETIC and all(map(_is_curve, node.args))
 
 
 def _added_mask(found: TwoValued, factor: float, *, is_innermost: bool) -> Mask | None:
