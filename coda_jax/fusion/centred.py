@@ -14,18 +14,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Equation, is_derivative, variables
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.units import CASTS, is_square, narrows
 from coda_jax.graph.values import is_float
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.primitives.mesh_types import explicit_sharding, placed, vary
 
 _SUMS = frozenset({"add", "add_any", "sub"})
@@ -38,9 +36,7 @@ def with_centred_sums(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     rewritten = _Rewritten(found, stops=not is_derivative(closed.jaxpr))
     if not found.axes or not any(map(rewritten.changes, closed.jaxpr.eqns)):
         return closed
-    made = jax.make_jaxpr(lambda *xs: rewritten.results(closed, xs))(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return needed_jaxpr(lambda *xs: rewritten.results(closed, xs), closed.in_avals)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
 from coda_jax.fusion.logits import Logits, logits_of, result_of
@@ -37,7 +36,7 @@ from coda_jax.fusion.row_gradients import RowGradient, row_gradients
 from coda_jax.fusion.row_losses import RowLoss, row_losses
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
 
@@ -251,9 +250,7 @@ def _replaced(closed: core.ClosedJaxpr, order: Sequence[Equation | _AnySite]) ->
                 values.update((x, y) for x, y in zip(one.outvars, outputs, strict=True) if x not in values)
         return [read(values, x) for x in closed.jaxpr.outvars]
 
-    whole = jax.make_jaxpr(function)(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, whole.consts)
+    return needed_jaxpr(function, closed.in_avals)
 
 
 def arguments_of(

@@ -28,7 +28,7 @@ from coda_jax.fusion.shifts import is_free_of
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.fusion.token_sums import TokenFunction, as_coefficients, token_function
 from coda_jax.fusion.wide import Factor, Row, Unknown, Wide, array_of
-from coda_jax.jaxprs.evaluate import evaluate, read
+from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr, read
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
 
@@ -201,9 +201,7 @@ class _Site:
             _run(after, values)
             return [read(values, x) for x in closed.jaxpr.outvars]
 
-        whole = jax.make_jaxpr(function)(*closed.in_avals)
-        needed, _ = partial_eval.dce_jaxpr(whole.jaxpr, [True] * len(whole.out_avals), instantiate=True)
-        return core.ClosedJaxpr(needed, whole.consts)
+        return needed_jaxpr(function, closed.in_avals)
 
     def _make(self, values: dict[Any, Any]) -> None:
         """Adds the results and the gradients to the values."""

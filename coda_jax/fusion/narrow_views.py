@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 
 _VIEWS = frozenset({"slice", "reshape", "squeeze", "transpose", "pad"})
 
@@ -29,9 +28,7 @@ def with_narrow_views(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     casts = _Casts(Makers(closed.jaxpr))
     if not casts.widened and not casts.narrowed:
         return closed
-    made = jax.make_jaxpr(lambda *arrays: casts.results(closed, arrays))(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return needed_jaxpr(lambda *arrays: casts.results(closed, arrays), closed.in_avals)
 
 
 class _Casts:

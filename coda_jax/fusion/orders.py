@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Dot, Equation, dot_of, transposed_factors, variables
@@ -20,7 +19,7 @@ from coda_jax.fusion.rows import REDUCTIONS, results_of_dots
 from coda_jax.fusion.straight import at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.evaluate import evaluate
+from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr
 
 # An array, the axes of it that are summed over, and where its other axes stand among these in the array.
 _Factor = tuple[Any, Sequence[int], Sequence[int]]
@@ -40,9 +39,7 @@ def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     orders = _Orders(closed.jaxpr)
     if not (orders.is_reordered or orders.straightened):
         return closed
-    made = jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()))(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return needed_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()), closed.in_avals)
 
 
 class _Orders:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.logits import exponentials_of
@@ -27,7 +26,7 @@ from coda_jax.fusion.picks import is_along_last, one_hot
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 
@@ -36,9 +35,7 @@ def with_factors_behind(closed: core.ClosedJaxpr, least: int) -> core.ClosedJaxp
     rewritten = _Rewritten(Makers(closed.jaxpr), least)
     if not rewritten.products:
         return closed
-    made = jax.make_jaxpr(lambda *arrays: rewritten.results(closed, arrays))(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return needed_jaxpr(lambda *arrays: rewritten.results(closed, arrays), closed.in_avals)
 
 
 @dataclasses.dataclass(frozen=True)

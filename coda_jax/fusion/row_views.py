@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Equation, is_derivative, variables
@@ -23,7 +21,7 @@ from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.bind import bind
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 _OVER_COLUMNS = frozenset({"reduce_sum", "reduce_max", "argmax"})
@@ -37,9 +35,7 @@ def with_rows_in_front(closed: core.ClosedJaxpr, least: int) -> core.ClosedJaxpr
     views = None if is_derivative(closed.jaxpr) else _Views(Makers(closed.jaxpr), least)
     if views is None or not views.moved:
         return closed
-    made = jax.make_jaxpr(lambda *arrays: views.results(closed, arrays))(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return needed_jaxpr(lambda *arrays: views.results(closed, arrays), closed.in_avals)
 
 
 class _Views:

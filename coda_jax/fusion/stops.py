@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Equation, is_derivative, variables
 from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.values import is_float
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 
 
 def with_stops_behind(closed: core.ClosedJaxpr, least: int) -> core.ClosedJaxpr:
@@ -33,9 +31,7 @@ def with_stops_behind(closed: core.ClosedJaxpr, least: int) -> core.ClosedJaxpr:
     stops = _Stops(Makers(closed.jaxpr), least)
     if not stops.stopped:
         return closed
-    made = jax.make_jaxpr(lambda *arrays: stops.results(closed, arrays))(*closed.in_avals)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return needed_jaxpr(lambda *arrays: stops.results(closed, arrays), closed.in_avals)
 
 
 class _Stops:

@@ -10,13 +10,12 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core, source_info_util
-from jax.interpreters import partial_eval
 
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
-from coda_jax.jaxprs.evaluate import read, without_constants
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read, without_constants
 from coda_jax.jaxprs.source_lines import line_of as source_line_of
 
 CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"jit", "pjit"})
@@ -53,9 +52,7 @@ def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any], *, opens_inner: boo
       opens_inner: whether calls of fused functions are inlined too.
     """
     opening = _Opening(opens_inner)
-    flat = jax.make_jaxpr(lambda *given: opening.results(jaxpr.jaxpr, jaxpr.consts, given))(*arrays)
-    needed, _ = partial_eval.dce_jaxpr(flat.jaxpr, [True] * len(flat.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, flat.consts)
+    return needed_jaxpr(lambda *given: opening.results(jaxpr.jaxpr, jaxpr.consts, given), arrays)
 
 
 class _Opening:

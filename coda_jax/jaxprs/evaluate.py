@@ -56,6 +56,13 @@ def opened_jaxpr(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[bool]
     return core.ClosedJaxpr(jaxpr, inlined.consts), is_read
 
 
+def needed_jaxpr(function: Callable[..., Any], types: Sequence[Any]) -> core.ClosedJaxpr:
+    """The jaxpr of a function at arrays of these types, without equations whose results nobody reads."""
+    made = jax.make_jaxpr(function)(*types)
+    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
+    return core.ClosedJaxpr(needed, made.consts)
+
+
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """The jaxpr with its constants as its first inputs."""
     jaxpr = closed.jaxpr
