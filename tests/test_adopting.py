@@ -1,25 +1,20 @@
 """The diffs of examples/adopting: they are small, and what compares both copies finds a wrong gradient."""
 
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "examples" / "adopting"
+from tests.adopting import FOLDER, program
+
 DIFFS = sorted(FOLDER.glob("*.diff"))
 NO_NETWORK = ("No matching distribution found", "Could not find a version", "No module named pip")
 
 
 @pytest.fixture(scope="module")
 def run():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return runpy.run_path(str(FOLDER / "run.py"))
-    finally:
-        sys.path.remove(str(FOLDER))
+    return program()
 
 
 def test_each_package_has_a_diff(run):

@@ -6,9 +6,7 @@ It is applied to a copy of Tunix from the package index. Both copies run Tunix's
 
 import importlib
 import re
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +16,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.adopting import program
+
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "adopting"
 PAD, END, ROWS, PROMPT, ANSWER = 0, 1, 8, 16, 48
 SIZES = {"num_layers": 2, "vocab_size": 4096, "embed_dim": 128, "hidden_dim": 256, "num_heads": 4, "head_dim": 32}
 SIZES |= {"num_kv_heads": 2, "rope_theta": 500_000, "norm_eps": 1e-5}
@@ -52,11 +51,7 @@ tunix.not_called = ("humanize", "huggingface_hub", "kagglehub", "grain", "qwix",
 
 @pytest.fixture(scope="module")
 def run():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return runpy.run_path(str(FOLDER / "run.py"))
-    finally:
-        sys.path.remove(str(FOLDER))
+    return program()
 
 
 def test_the_diff_is_small(run):
