@@ -16,6 +16,7 @@ from jax.extend import core
 
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.evaluate import read
@@ -105,23 +106,26 @@ def has_calls(jaxpr: core.Jaxpr) -> bool:
 
 def calls_in(jaxpr: core.Jaxpr) -> list[Call]:
     """The calls of cuDNN's attention that can be written out, in order."""
-    found, every = list[Call](), list[Equation](jaxpr.eqns)
-    backward = {e.invars[_ARRAYS]: e for e in every if e.primitive.name == _BACKWARD}
-    for equation in every:
-        one = None
+    candidates: list[Equation] = [e for e in jaxpr.eqns if e.primitive.name in CUSTOM_VJPS | {_FORWARD}]
+    if not candidates:
+        return []
+    found, makers = list[Call](), Makers(jaxpr)
+    backward = {e.invars[_ARRAYS]: e for e in makers.equations if e.primitive.name == _BACKWARD}
+    for equation in candidates:
+        one = _undifferentiated(equation)
         if equation.primitive.name == _FORWARD:
             result, *statistics = equation.outvars
             kept = statistics[0] if statistics else None
             one = Call(equation, equation.invars, result, kept, equation.params, backward.get(kept))
-        elif equation.primitive.name in CUSTOM_VJPS:
-            one = _undifferentiated(equation)
-        if one is not None and one.is_known and _is_alone(one, jaxpr):
+        if one is not None and one.is_known and _is_alone(one, makers):
             found.append(one)
     return found
 
 
 def _undifferentiated(equation: Equation) -> Call | None:
     """The call that a function with cuDNN's derivative is."""
+    if equation.primitive.name not in CUSTOM_VJPS:
+        return None
     inner = opened(callee(equation))[0]
     if len(inner.eqns) != 1 or inner.eqns[0].primitive.name != _FORWARD or len(equation.outvars) != 1:
         return None
@@ -132,12 +136,12 @@ def _undifferentiated(equation: Equation) -> Call | None:
     return Call(equation, [outer[x] for x in own.invars], equation.outvars[0], None, own.params)
 
 
-def _is_alone(one: Call, jaxpr: core.Jaxpr) -> bool:
+def _is_alone(one: Call, makers: Makers) -> bool:
     """Whether its statistics are read by its backward pass alone."""
     if one.statistics is None:
         return True
-    readers = [e for e in jaxpr.eqns if e is not one.backward and any(x is one.statistics for x in e.invars)]
-    return not readers and all(x is not one.statistics for x in jaxpr.outvars)
+    others = [e for e in makers.readers(one.statistics) if e is not one.backward]
+    return not others and all(x is not one.statistics for x in makers.jaxpr.outvars)
 
 
 def with_calls_written_out(

@@ -15,7 +15,7 @@ from coda_jax.attend.score import trace
 from coda_jax.epilogue.values import NotTileLocalError
 from coda_jax.fusion.attention.axes import Label, Unlike, size_of, whole
 from coda_jax.fusion.attention.layout import Layout
-from coda_jax.fusion.attention.trees import SAME, Node, Trees, constant_of, merged, positions, spread
+from coda_jax.fusion.attention.trees import SAME, Node, Trees, constant_of, elementwise, merged, value_of
 from coda_jax.jaxprs.bind import bind
 
 Term = tuple[Node, float]  # an expression and its factor
@@ -41,31 +41,16 @@ class ScoreFunction:
 
     @property
     def read(self) -> list[Node]:
-        """What becomes an operand, each once: arrays, and positions along a part of an axis."""
+        """The nodes that become operands, each once: arrays, and positions along a part of an axis."""
         expressions = [*([] if self.curve is None else [self.curve]), *self.terms]
-        every = (node for term, _ in expressions for node in term.walk())
+        every = {id(node): node for term, _ in expressions for node in term.walk()}.values()
         return [node for node in every if node.op == "leaf" or (node.op == "iota" and self._axis(node.labels[0]) < 0)]
 
     def operands(self, values: Mapping[Any, Any]) -> list[jax.Array]:
         """The operands, (1 or B, 1 or N, 1 or T, 1 or S) each, from the values of variables."""
         groups = self.layout.pairs
         order = [atom for group in groups for atom in group]
-        arrays = (
-            spread(values[node.var], node.labels, order)
-            if node.op == "leaf"
-            else (positions(node.labels[0], order) + node.start).astype(node.var)
-            for node in self.read
-        )
-        return [merged(x, groups) for x in arrays]
-
-    def types(self) -> list[jax.ShapeDtypeStruct]:
-        """The operands' types."""
-        variables = {node.var: node.var.aval for node in self.read if node.op == "leaf"}
-        types = {x: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for x, aval in variables.items()}
-        found: list[jax.ShapeDtypeStruct] = jax.eval_shape(
-            lambda *arrays: self.operands(dict(zip(types, arrays, strict=True))), *types.values()
-        )
-        return found
+        return [merged(value_of(node, values, order), groups) for node in self.read]
 
     def __call__(self, s: jax.Array, *operands: jax.Array) -> jax.Array:
         read = zip(self.read, operands, strict=True)  # floats are float32 in a score function
@@ -95,18 +80,7 @@ class ScoreFunction:
             axis = self._axis(node.labels[0])
             of_axis = [size if i == axis else 1 for i, size in enumerate(shape)]
             return lax.broadcasted_iota(node.var, of_axis, axis) + np.asarray(node.start, node.var)
-        if node.op in SAME:
-            return args[0]
-        if node.equation is None:
-            raise Unlike("a condition is a part of what is added to its scores")
-        own = jnp.broadcast_shapes(*(x.shape for x in args))
-        (result,) = bind(node.equation.primitive, [jnp.broadcast_to(x, own) for x in args], _params(node))
-        return result
-
-
-def _params(node: Node) -> dict[str, Any]:
-    params: dict[str, Any] = node.equation.params
-    return params | {"sharding": None} if params.get("sharding") is not None else params
+        return elementwise(node, args)
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:
@@ -138,8 +112,14 @@ def _curved(node: Node, s: jax.Array, known: Mapping[int, Any]) -> jax.Array:
 def is_taken(function: ScoreFunction) -> bool:
     """Whether `coda.attention` takes a function of scores."""
     shape = tuple(map(size_of, function.layout.pairs))
+    variables = list(dict.fromkeys(node.var for node in function.read if node.op == "leaf"))
+
+    def arrays_read(*arrays: jax.Array) -> Any:
+        operands = function.operands(dict(zip(variables, arrays, strict=True)))
+        return trace(function, operands, shape)[1]
+
     try:
-        jax.eval_shape(lambda *arrays: trace(function, arrays, shape)[1], *function.types())
+        jax.eval_shape(arrays_read, *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables))
     except (NotTileLocalError, ValueError, Unlike):
         return False
     return True

@@ -19,7 +19,7 @@ from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, straight
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
-from coda_jax.jaxprs.evaluate import read, run, without_constants
+from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
 
 _SMALLER = 16  # times: the arrays outside of which a mask is made again
@@ -40,9 +40,7 @@ class _Made:
     def value(self, x: Any, values: Mapping[Any, Any]) -> Any:
         """The array, of the values of all variables."""
         own = dict(values)
-        for equation in self.equations:
-            inputs = [read(own, y) for y in equation.invars]
-            own.update(zip(equation.outvars, applied(equation, inputs), strict=True))
+        run(self.equations, own, applied, ())
         return own[x]
 
     @property
@@ -126,9 +124,7 @@ def _scan(equation: Equation, inputs: Sequence[Any], moved: Mapping[int, _Made],
         arguments = [*inputs[:consts], *carry, *xs]
         for i, made in moved.items():
             arguments[i] = made.value(equation.invars[i], values)
-        own = dict(zip([*body.constvars, *body.invars], [*body_consts, *arguments], strict=True))
-        run(body.eqns, own, applied, ())
-        outputs = [read(own, x) for x in body.outvars]
+        outputs = evaluate(body, body_consts, arguments, applied, ())
         return outputs[:carried], outputs[carried:]
 
     end = consts + carried
@@ -152,9 +148,7 @@ def _checkpoint(
             arguments[i] = x
         for i, made in moved.items():
             arguments[i] = made.value(equation.invars[i], given)
-        own = dict(zip([*body.constvars, *body.invars], [*body_consts, *arguments], strict=True))
-        run(body.eqns, own, applied, ())
-        return [read(own, x) for x in body.outvars]
+        return evaluate(body, body_consts, arguments, applied, ())
 
     arrays = [*(inputs[i] for i in stay), *(values[x] for x in leaves)]
     closed = jax.make_jaxpr(function)(*map(jax.typeof, arrays))

@@ -258,6 +258,11 @@ def _value(node: Node, args: Sequence[Any], values: Mapping[Any, Any], order: Se
         return spread(values[node.var], node.labels, order)
     if node.op == "iota":
         return (positions(node.labels[0], order) + node.start).astype(node.var)
+    return elementwise(node, args)
+
+
+def elementwise(node: Node, args: Sequence[Any]) -> Any:
+    """The value of an operation on arrays that are broadcast to one shape."""
     if node.op in SAME:
         return args[0]
     if node.equation is None:
