@@ -585,7 +585,7 @@ struct Backward {
     }
   }
 
-  /// What is made of dk or dv, which are columns `first` and on of those that dq, dk and dv have together.
+  /// Stores the maps of dk or dv, which are columns `first` and on of those that dq, dk and dv have together.
   template <class Of, int width, class Arrays, int count>
   __device__ __forceinline__ void store_results(const Arrays& arrays, const float (&d)[count], int consumer, int first,
                                                 float factor) const {

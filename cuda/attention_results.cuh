@@ -29,8 +29,8 @@ struct FragmentPlace {
   int batch, batches, row, rows, head, heads;
   long long warp;
 
-  /// Where a row's columns of the head are in a tile (batch, rows, heads, width), and where a column of the head is in
-  /// a transposed one (heads, width, batch, rows).
+  /// The place of a row's columns of the head in a tile (batch, rows, heads, width), and of a column of the head in a
+  /// transposed one (heads, width, batch, rows).
   template <int width>
   __device__ __forceinline__ long long in_rows(int of_row) const {
     return ((static_cast<long long>(batch) * rows + of_row) * heads + head) * width;
@@ -81,7 +81,7 @@ CODA_CONSTEXPR int result_pointers() {
 /// The results beside one of `input` and of this width, of which a thread has `outputs` values in registers. Config:
 /// Epilogue, result_pointers, and first_store, the number of the first pointer to a tile.
 ///
-/// Where the Epilogue combines the halves of a head, an element is two columns, half a head apart.
+/// An element is two columns, half a head apart, where the Epilogue combines the halves of a head.
 template <class Config, DType input, int width, int outputs>
 struct Results {
   using Epilogue = CompleteEpilogue<typename Config::Epilogue>;
@@ -100,13 +100,13 @@ struct Results {
                     Epilogue::head_vectors == 0 && Epilogue::column_reductions == 0,
                 "an epilogue of attention is of single elements, or of pairs, with maxima, and reductions of rows");
 
-  /// What is the same for all columns of a thread's rows.
+  /// The values that are the same for all columns of a thread's rows.
   struct Beside {
     Word scalar[at_least_one(Epilogue::scalars)];
     Word column_vector[at_least_one(Epilogue::column_vectors)][2];
   };
   using Tables = Word[at_least_one(Epilogue::rope_tables)][2];  // of a pair of adjacent columns
-  /// Of the columns at a time: values of the tiles that it reads.
+  /// The values of the tiles that it reads, of the columns at a time.
   using Loads = Fragment<columns / halves>[at_least_one(Epilogue::tile_loads)];
 
   /// All results of a fragment, of which `value(i)` is that of a thread's register i.

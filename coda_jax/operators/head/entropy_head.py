@@ -6,7 +6,7 @@
 with one number s near the logits. No maximum is needed where S is in float32's range. Rounding makes the entropy
 uncertain by some 1e-7 of lse - s, as it does the logarithms of p from which the derivative comes.
 
-Where gradients are formed too, the logits are kept for their cotangent alone, in the dtype that the function rounds
+The logits are kept for their cotangent alone, where gradients are formed too, in the dtype that the function rounds
 them to.
 
 A row whose S leaves 2^-60 to 2^110, within which W and the sum over devices are finite, is lost, W with it. Then all
