@@ -575,9 +575,8 @@ struct Backward {
     }
     if constexpr (makes_results<Config>) {
       static_assert(!is_wide && !Config::is_split, "a thread has whole heads of dk and dv");
-      store_results<typename Config::OfKeys, Config::head>(p.of_keys, dk, consumer, p.heads * Config::head, p.scale);
-      store_results<typename Config::OfValues, Config::value_head>(
-          p.of_values, dv, consumer, (p.heads + p.key_heads) * Config::head, Config::kept_factor);
+      store_results<typename Config::OfKeys, Config::head, 1>(p.of_keys, dk, consumer, p.scale);
+      store_results<typename Config::OfValues, Config::value_head, 2>(p.of_values, dv, consumer, Config::kept_factor);
     } else {
       store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
       store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split,
@@ -585,17 +584,25 @@ struct Backward {
     }
   }
 
-  /// Stores the maps of dk or dv, which are columns `first` and on of those that dq, dk and dv have together.
-  template <class Of, int width, class Arrays, int count>
-  __device__ __forceinline__ void store_results(const Arrays& arrays, const float (&d)[count], int consumer, int first,
+  /// The columns that tiles with maps of dk or dv have of the first `count` of dq, dk and dv. Of: has_queries, has_keys
+  /// and has_values, whose columns they have.
+  template <class Of>
+  __device__ __forceinline__ int columns_of(int count) const {
+    return (Of::has_queries && count > 0 ? p.heads * Config::head : 0) +
+           (Of::has_keys && count > 1 ? p.key_heads * Config::head : 0) +
+           (Of::has_values && count > 2 ? p.key_heads * Config::value_head : 0);
+  }
+
+  /// Stores the maps of dk (1) or dv (2).
+  template <class Of, int width, int which, class Arrays, int count>
+  __device__ __forceinline__ void store_results(const Arrays& arrays, const float (&d)[count], int consumer,
                                                 float factor) const {
     const int warp = 4 * consumer + static_cast<int>(threadIdx.x / 32 % 4);
     const long long tile = (static_cast<long long>(batch) * p.key_heads + key_head) * key_tiles() + key / keys;
     JoinedPlace place;
     place.batch = batch, place.batches = p.batch, place.row = key + 16 * warp, place.rows = p.keys;
     place.head = key_head, place.heads = p.key_heads, place.warp = tile * (keys / 16) + warp;
-    place.column = first + key_head * width;
-    place.columns = (p.heads + p.key_heads) * Config::head + p.key_heads * Config::value_head;
+    place.column = columns_of<Of>(which) + key_head * width, place.columns = columns_of<Of>(3);
     Results<Of, input, width, count>::store(arrays, place, [&](int i) { return rounded_half<input>(d[i] * factor); });
   }
 

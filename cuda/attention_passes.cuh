@@ -126,11 +126,11 @@ struct FinishResultsParams {
   const float* sums;
   const int* turns;  // as those of FinishParams
   Pointers<Config::result_pointers> results;
-  int batch, queries, heads, columns;  // columns of dq, dk and dv together
+  int batch, queries, heads, columns;  // columns of a tile
   float scale;
 };
 
-/// Stores the maps of dq, the first columns of those that dq, dk and dv have together. A block of 128 threads has 64
+/// Stores the maps of dq, the first columns of tiles that may have those of dk and dv too. A block of 128 threads has 64
 /// rows of a tile, and whole heads. Config: as that of Results, and those of the backward kernel.
 template <class Config>
 __device__ __forceinline__ void finish_dq_results(const FinishResultsParams<Config>& p) {

@@ -69,7 +69,7 @@ class Kernel:
         for which, name in enumerate(("of_queries", "of_keys", "of_values")):
             one = Joined.of(made, which)
             definitions += f"namespace {name} {{\n{one.text()}}}\n"
-            members = ", ".join(f"{member} = {value}" for member, value in one.members.items())
+            members = ", ".join(f"{member} = {int(value)}" for member, value in (one.config | one.columns).items())
             structs.append(f"using Epilogue = {name}::Epilogue; static constexpr int {members};")
         of_queries, of_keys, of_values = structs
         nested = f"    struct OfKeys {{ {of_keys} }};\n    struct OfValues {{ {of_values} }};\n"
@@ -191,11 +191,16 @@ def _of_gradient(x, scale, z, cos, sin, factor, width, dtype):
     return x.astype(dtype), inner
 
 
-OF_GRADIENTS = {  # whether q and k are turned, and the dtype
-    "turned": (True, np.dtype(jnp.bfloat16)),
-    "turned_in_8_bits": (True, E4M3),
-    "joined": (False, np.dtype(jnp.bfloat16)),
-    "joined_in_8_bits": (False, E4M3),
+ALL, EACH = ((0, 1, 2),), ((0,), (1,), (2,))
+OF_GRADIENTS = {  # whether q and k are turned, the dtype, and the gradients whose columns a tile has
+    "turned": (True, np.dtype(jnp.bfloat16), ALL),
+    "turned_in_8_bits": (True, E4M3, ALL),
+    "joined": (False, np.dtype(jnp.bfloat16), ALL),
+    "joined_in_8_bits": (False, E4M3, ALL),
+    "turned_apart": (True, np.dtype(jnp.bfloat16), EACH),
+    "turned_apart_in_8_bits": (True, E4M3, EACH),
+    "keys_and_values": (True, np.dtype(jnp.bfloat16), ((0,), (1, 2))),
+    "queries_and_keys": (True, E4M3, ((0, 1), (2,))),
 }
 
 
@@ -206,7 +211,7 @@ def gradients_of(name, batch, rows, heads, key_heads, width, value_width, of=jnp
     Args:
       of: the dtype of these three.
     """
-    is_turned, dtype = OF_GRADIENTS[name]
+    is_turned, dtype, members = OF_GRADIENTS[name]
     programs, places = [], []
     for i, (count, of_head) in enumerate(((heads, width), (key_heads, width), (key_heads, value_width))):
         tables = [jax.ShapeDtypeStruct((rows, width // 2), np.float32)] * 2 if is_turned and i < 2 else []
@@ -222,7 +227,8 @@ def gradients_of(name, batch, rows, heads, key_heads, width, value_width, of=jnp
         programs.append(traced.program)
         places.append((0, 1, *((2, 3) if tables else ()), 4 + i))
     dtypes = (dtype, dtype) if dtype == E4M3 else (dtype,)
-    return Gradients(tuple(programs), tuple(places), 7, dtypes)
+    dtypes = tuple(dtype for dtype in dtypes for _ in members)
+    return Gradients(tuple(programs), tuple(places), 7, members * (len(dtypes) // len(members)), dtypes)
 
 
 class Schedule(ctypes.Structure):
@@ -644,14 +650,15 @@ class _Joined:
             types = Joined.of(gradients, i).reduction_types(x.shape, -(-x.shape[1] // tile) * (tile // 16))
             made |= {f"reduction_{i}_{at}": np.empty(of.shape, of.dtype) for at, of in enumerate(types)}
         given = {f"operand_{i}": np.atleast_1d(x) for i, x in enumerate(operands)}
-        return cls(gradients, given, made, sum(math.prod(x.shape[2:]) for x in (case.q, case.k, case.v)))
+        widths = [math.prod(x.shape[2:]) for x in (case.q, case.k, case.v)]
+        return cls(gradients, given, made, sum(widths[i] for i in Joined.of(gradients, 0).members))
 
     def point(self, problem, addresses):
         problem.columns = self.columns
         for i, name in enumerate(OF_GRADIENT):
             operands = [addresses[f"operand_{place}"] for place in self.gradients.places[i]]
             reductions = [addresses[x] for x in addresses if x.startswith(f"reduction_{i}_")]
-            stores = [addresses[f"store_{at}"] for at in range(len(self.gradients.dtypes))]
+            stores = [addresses[f"store_{at}"] for at in self.gradients.tiles_of(i)]
             pointers = Joined.of(self.gradients, i).pointers(operands, reductions, stores)
             setattr(problem, name, (ctypes.c_void_p * 16)(*pointers))
 

@@ -1,9 +1,10 @@
 """Maps of attention's gradients that its kernels make in their place: the epilogues of dq, dk and dv.
 
-dq (B, T, H, D), dk (B, T, K, D) and dv (B, T, K, Dv) are columns of one matrix (B T, N), N = (H + K) D + K Dv, and what
-is made of them are such matrices: each has an epilogue (`coda_jax.epilogue`) of its own, which sees its columns as a
-matrix, float32, with the values that it has as it would be stored. Tiles are stored as (B, T, N), transposed ones as
-(N, B, T). Beside these there are reductions of each of the three: of rows (B, T), and maxima ().
+dq (B, T, H, D), dk (B, T, K, D) and dv (B, T, K, Dv) are columns of one matrix (B T, N), N = (H + K) D + K Dv, or of
+two, or are three matrices, and what is made of them are such matrices: each gradient has an epilogue
+(`coda_jax.epilogue`) of its own, which sees its columns as a matrix, float32, with the values that it has as it would
+be stored. Tiles are stored as (B, T, N), transposed ones as (N, B, T). Beside these there are reductions of each of
+the three: of rows (B, T), and maxima ().
 """
 
 from __future__ import annotations
@@ -30,28 +31,50 @@ class Gradients:
     """The maps that are made of dq, dk and dv. Their operands are the last arguments of the primitive.
 
     Attributes:
-      programs: of dq, of dk and of dv as epilogues, with as many stores; `unsupported` tells which may be ones.
+      programs: of dq, of dk and of dv as epilogues, whose stores are columns of tiles; `unsupported` tells which may be
+        ones.
       places: for each program the numbers of its operands among those of all.
       count: how many operands there are.
-      dtypes: of the stores.
+      members: for each tile the numbers of the gradients whose columns it has, one after the other: of dq 0, of dk 1,
+        of dv 2. Two tiles have the same members, or none in common.
+      dtypes: of the tiles.
     """
 
     programs: tuple[Program, Program, Program]
     places: tuple[tuple[int, ...], ...]
     count: int
+    members: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
 
     def shapes(self, q: Sequence[Any], v: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """The shapes of the stores, and then of the reductions, beside q and v of these shapes."""
+        """The shapes of the tiles, and then of the reductions, beside q and v of these shapes."""
         (batch, rows, heads, width), (key_heads, value_width) = q, v[2:]
-        columns = (heads + key_heads) * width + key_heads * value_width
-        tiles = [(columns, batch, rows) if x.transposed else (batch, rows, columns) for x in self.programs[0].stores]
+        widths = (heads * width, key_heads * width, key_heads * value_width)
+        columns = [sum(widths[i] for i in members) for members in self.members]
+        tiles = [(n, batch, rows) if self.is_transposed(at) else (batch, rows, n) for at, n in enumerate(columns)]
         return [*tiles, *(() if x.axis is Axis.ALL else (batch, rows) for x in self._reductions)]
 
     @property
     def result_dtypes(self) -> list[np.dtype]:
-        """The dtypes of the stores, and then of the reductions."""
+        """The dtypes of the tiles, and then of the reductions."""
         return [*self.dtypes, *[np.dtype(np.float32)] * len(self._reductions)]
+
+    def tiles_of(self, which: int) -> list[int]:
+        """The numbers of the tiles that one gradient has columns of, which its program's stores are, in their order."""
+        return [at for at, members in enumerate(self.members) if which in members]
+
+    def is_transposed(self, tile: int) -> bool:
+        """Whether a tile is stored transposed."""
+        which = self.members[tile][0]
+        return self.programs[which].stores[self.tiles_of(which).index(tile)].transposed
+
+    def joined(self, columns: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """The tiles as matrices, from the columns of the three gradients: for each those of its tiles."""
+        found = []
+        for tile, members in enumerate(self.members):
+            parts = [columns[i][self.tiles_of(i).index(tile)] for i in members]
+            found.append(jnp.concatenate(parts, axis=0 if self.is_transposed(tile) else 1))
+        return found
 
     @property
     def _reductions(self) -> list[Reduction]:
@@ -60,43 +83,45 @@ class Gradients:
     @property
     def has_transposed(self) -> bool:
         """Whether a result is stored transposed."""
-        return any(store.transposed for store in self.programs[0].stores)
+        return any(store.transposed for program in self.programs for store in program.stores)
 
     def operands_of(self, which: int, operands: Sequence[Any]) -> list[Any]:
         """The operands of one program, among those of all."""
         return [operands[place] for place in self.places[which]]
 
     def by_xla(self, gradients: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The stores and the reductions, from dq, dk and dv."""
+        """The tiles and the reductions, from dq, dk and dv."""
         batch, rows = gradients[0].shape[:2]
         stores: list[list[jax.Array]] = []
         reductions: list[jax.Array] = []
         for i, (program, x) in enumerate(zip(self.programs, gradients, strict=True)):
             acc = as_matrix(x).astype(jnp.float32)
             tiles, reduced = evaluate_tiles(program, acc, *self.operands_of(i, operands))
-            stores.append([tile.astype(dtype) for tile, dtype in zip(tiles, self.dtypes, strict=True)])
+            stores.append([x.astype(self.dtypes[tile]) for tile, x in zip(self.tiles_of(i), tiles, strict=True)])
             each = zip(reduced, program.reductions, strict=True)
             reductions += [x if of.axis is Axis.ALL else x.reshape(batch, rows) for x, of in each]
-        joined = []
-        for store, *columns in zip(self.programs[0].stores, *stores, strict=True):
-            x = jnp.concatenate(columns, axis=0 if store.transposed else 1)
-            joined.append(x.reshape(-1, batch, rows) if store.transposed else x.reshape(batch, rows, -1))
-        return [*joined, *reductions]
+        made = [
+            x.reshape(-1, batch, rows) if self.is_transposed(tile) else x.reshape(batch, rows, -1)
+            for tile, x in enumerate(self.joined(stores))
+        ]
+        return [*made, *reductions]
 
     def outputs(self, made: Sequence[jax.Array], operands: Sequence[jax.Array], rows: Any) -> list[jax.Array]:
-        """The joined matrices, and then the other outputs of each program, from the stores and reductions.
+        """The tiles as matrices, and then the other outputs of each program, from the tiles and the reductions.
 
         Args:
           rows: B T.
         """
         count = len(self.dtypes)
-        each = zip(self.programs[0].stores, made, strict=False)
-        found = [x.reshape(-1, rows) if store.transposed else x.reshape(rows, -1) for store, x in each]
+        found = [
+            x.reshape(-1, rows) if self.is_transposed(tile) else x.reshape(rows, -1)
+            for tile, x in enumerate(made[:count])
+        ]
         reductions = iter(made[count:])
         for i, program in enumerate(self.programs):
             reduced = [next(reductions).reshape(() if of.axis is Axis.ALL else (rows,)) for of in program.reductions]
             outputs = finish(program, reduced, self.operands_of(i, operands), rows)
-            found += [outputs[number] for number in range(count, program.num_outputs)]
+            found += [outputs[number] for number in range(len(program.stores), program.num_outputs)]
         return found
 
 

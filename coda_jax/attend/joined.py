@@ -18,15 +18,23 @@ from coda_jax.epilogue.dtypes import is_of_8_bits
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """The epilogue of one gradient, as `Results` of cuda/attention_results.cuh takes it."""
+    """The epilogue of one gradient, as `Results` of cuda/attention_results.cuh takes it.
+
+    Attributes:
+      dtypes: of its stores.
+      members: the gradients whose columns its tiles have.
+    """
 
     program: Program
     dtypes: tuple[np.dtype, ...]
+    members: tuple[int, ...]
 
     @classmethod
     def of(cls, gradients: Gradients, which: int) -> Joined:
         """The epilogue of dq, of dk or of dv: 0, 1 or 2."""
-        return cls(gradients.programs[which], gradients.dtypes)
+        tiles = gradients.tiles_of(which)
+        dtypes = tuple(gradients.dtypes[tile] for tile in tiles)
+        return cls(gradients.programs[which], dtypes, gradients.members[tiles[0]])
 
     def pointers(self, operands: Sequence[int], reductions: Sequence[int], stores: Sequence[int]) -> list[int]:
         """The buffers, from those of its operands, of its reductions and of the stores."""
@@ -38,7 +46,7 @@ class Joined:
         return [i for i, operand in enumerate(self.program.operands) if not operand.kind.by_tensor_map]
 
     @property
-    def members(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """Members of a Config."""
         program = self.program
         first = len(self._others) + len(program.reductions)
@@ -62,6 +70,11 @@ class Joined:
         """The reductions, (B, T) or (), from what the kernel reduces."""
         each = zip(self._reductions, arrays, strict=True)
         return [of.op.reduce(x, (0, 1, 2) if of.axis is Axis.ALL else 2) for of, x in each]
+
+    @property
+    def columns(self) -> dict[str, bool]:
+        """Members of a Config: whose columns the tiles have."""
+        return {name: i in self.members for i, name in enumerate(("has_queries", "has_keys", "has_values"))}
 
     @property
     def _reductions(self) -> Sequence[Any]:

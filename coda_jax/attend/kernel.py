@@ -330,7 +330,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     of_turns, of_sinks = turns if config.deterministic else None, [delta[:, :, :queries]] if spec.mask.has_sinks else []
     others = [*of_sinks, *map(gradient_of_sums, of_pairs, spec.gradient_arrays(arrays))]
     if joined is not None:
-        of_dq = _in_joined(sums, of_turns, q, spec.scale, members, joined, own_results)
+        of_dq = _in_joined(sums, of_turns, q, v, spec.scale, members, joined, own_results)
         return [*joined.finished(own_results, of_dq), *others]
     dk, dv = own_results
     dq = _in_rows(sums, of_turns, q, spec.scale, members)
@@ -415,26 +415,37 @@ class _JoinedLaunch:
         return cls(gradients, (of_dq, of_dk, of_dv), given, (of_keys, of_values))
 
     @property
-    def _stores(self) -> int:
-        return len(self.gradients.dtypes)
+    def stored(self) -> list[int]:
+        """The tiles that the backward kernel stores: all but those of dq alone."""
+        return [tile for tile, members in enumerate(self.gradients.members) if members != (0,)]
+
+    def tile_types(self, q: jax.Array, v: jax.Array) -> list[jax.ShapeDtypeStruct]:
+        """Types of all tiles."""
+        each = zip(self.gradients.shapes(q.shape, v.shape), self.gradients.dtypes, strict=False)
+        return [jax.ShapeDtypeStruct(*x) for x in each]
 
     def types(self, q: jax.Array, k: jax.Array, v: jax.Array, tiles: BackwardTiles) -> list[Any]:
-        """Types of the stores, and of what the backward kernel reduces of dk and of dv."""
-        each = zip(self.gradients.shapes(q.shape, v.shape), self.gradients.dtypes, strict=False)
+        """Types of the tiles that the backward kernel stores, and of what it reduces of dk and of dv."""
         words = -(-k.shape[1] // tiles.keys) * (tiles.keys // 16)
-        stores = [jax.ShapeDtypeStruct(*x) for x in each]
+        all_tiles = self.tile_types(q, v)
         _, of_dk, of_dv = self.programs
-        return [*stores, *of_dk.reduction_types(k.shape, words), *of_dv.reduction_types(v.shape, words)]
+        return [
+            *(all_tiles[tile] for tile in self.stored),
+            *of_dk.reduction_types(k.shape, words),
+            *of_dv.reduction_types(v.shape, words),
+        ]
 
     def pointers(self, first: int) -> list[int]:
         """Buffers of the backward kernel, where those of `types` are the first and on."""
         _, of_dk, of_dv = self.programs
-        stores, reductions = range(first, first + self._stores), first + self._stores
+        buffers = {tile: first + i for i, tile in enumerate(self.stored)}
+        of_keys, of_values = ([buffers[tile] for tile in self.gradients.tiles_of(i)] for i in (1, 2))
+        reductions = first + len(buffers)
         middle = reductions + len(of_dk.program.reductions)
         end = middle + len(of_dv.program.reductions)
         return [
-            *of_dk.pointers(self.numbers[0], range(reductions, middle), stores),
-            *of_dv.pointers(self.numbers[1], range(middle, end), stores),
+            *of_dk.pointers(self.numbers[0], range(reductions, middle), of_keys),
+            *of_dv.pointers(self.numbers[1], range(middle, end), of_values),
         ]
 
     @property
@@ -443,58 +454,62 @@ class _JoinedLaunch:
         definitions, lines = [], []
         for name, of in zip(("of_keys", "of_values"), self.programs[1:], strict=True):
             definitions.append(f"namespace {name} {{\n{of.text()}}}  // namespace {name}\n")
-            members = " ".join(_member(*x) for x in of.members.items())
+            members = " ".join(_member(*x) for x in (of.config | of.columns).items())
             struct = "OfKeys" if name == "of_keys" else "OfValues"
             lines.append(f"struct {struct} {{ using Epilogue = {name}::Epilogue; {members} }};")
         return "".join(definitions), lines
 
     def finished(self, found: Sequence[jax.Array], of_dq: Sequence[jax.Array]) -> list[jax.Array]:
-        """The stores and all reductions, from the results of the backward kernel and of the one behind it."""
-        count = self._stores
-        middle = count + len(self.programs[1].program.reductions)
-        each = zip(self.programs, (of_dq[count:], found[count:middle], found[middle:]), strict=True)
-        return [*of_dq[:count], *(x for of, reduced in each for x in of.reduced(reduced))]
+        """The tiles and all reductions, from the results of the backward kernel and of the one behind it."""
+        tiles = dict(zip(self.stored, found, strict=False)) | dict(zip(self.gradients.tiles_of(0), of_dq, strict=False))
+        behind_dq, first = len(self.gradients.tiles_of(0)), len(self.stored)
+        middle = first + len(self.programs[1].program.reductions)
+        each = zip(self.programs, (of_dq[behind_dq:], found[first:middle], found[middle:]), strict=True)
+        return [*(tiles[tile] for tile in sorted(tiles)), *(x for of, reduced in each for x in of.reduced(reduced))]
 
 
 def _in_joined(
     sums: jax.Array,
     turns: jax.Array | None,
     q: jax.Array,
+    v: jax.Array,
     scale: float,
     members: dict[str, Any],
     joined: _JoinedLaunch,
     found: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The stores, to which the columns of dq are added in place, and what is reduced of dq."""
+    """The tiles of dq's columns, which are stored in place where a tile has others too, and what is reduced of dq."""
     names = ("input", "head", "value_head", "dim", "queries")
-    of_dq, stores = joined.programs[0], list(found[: len(joined.gradients.dtypes)])
-    operands = _Operands([sums, *stores])
+    of_dq, tiles = joined.programs[0], joined.gradients.tiles_of(0)
+    stored = dict(zip(joined.stored, found, strict=False))
+    in_place = [stored[tile] for tile in tiles if tile in stored]
+    operands = _Operands([sums, *in_place])
     turns_at = operands.add(turns)
     numbers = list(map(operands.add, joined.gradients.operands_of(0, joined.given)))
     count, tile = len(operands.arrays), members["queries"]
     words = -(-q.shape[1] // tile) * (tile // 16)
-    types = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stores), *of_dq.reduction_types(q.shape, words)]
-    reductions = range(count + len(stores), count + len(types))
-    is_transposed = joined.gradients.programs[0].stores[0].transposed
-    batch, rows, columns = (1, 2, 0) if is_transposed else (0, 1, 2)
+    all_tiles = joined.tile_types(q, v)
+    types = [*(all_tiles[tile] for tile in tiles), *of_dq.reduction_types(q.shape, words)]
+    stores, reductions = range(count, count + len(tiles)), range(count + len(tiles), count + len(types))
+    batch, rows, columns = (1, 2, 0) if joined.gradients.is_transposed(tiles[0]) else (0, 1, 2)
     call = ffi.LaunchCall(
         name="attention, backward: of dq",
         source=_source(
             "finish_dq_results",
             "coda::attention::FinishResultsParams<Config>",
             128,
-            {name: members[name] for name in names} | of_dq.members,
+            {name: members[name] for name in names} | of_dq.config,
             epilogue=(of_dq.text(), ["using Epilogue = ::Epilogue;"]),
         ),
         threads=128,
         smem_bytes=0,
         grid=[0, 0, 1, 0, 1, 1, 0, 2, 1, 0, 3, 64 * members["dim"]],
-        pointers=[0, turns_at, *of_dq.pointers(numbers, reductions, range(count, count + len(stores)))],
+        pointers=[0, turns_at, *of_dq.pointers(numbers, reductions, stores)],
         sizes=[count, batch, count, rows, 0, 1, count, columns],
         words=[_bits(scale)],
         overlaps=True,
     )
-    return _launched(operands.arrays, types, call, {1 + i: i for i in range(len(stores))})
+    return _launched(operands.arrays, types, call, {1 + i: i for i in range(len(in_place))})
 
 
 def _sinks(arrays: Sequence[jax.Array], spec: AttentionSpec) -> list[jax.Array]:

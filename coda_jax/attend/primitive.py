@@ -236,11 +236,15 @@ def pull_back_with(
       spec: without gradients.
       gradients: of the epilogues' programs.
     """
-    (batch, rows), count, tiles = arrays[0].shape[:2], len(arrays), len(gradients.dtypes)
+    (batch, rows), count = arrays[0].shape[:2], len(arrays)
+    tiles = [len(gradients.tiles_of(i)) for i in range(3)]
     made_spec = dataclasses.replace(spec, gradients=gradients)
-    joined_types = [epilogue.out_avals[:tiles] for epilogue in epilogues]
-    other_types = [x for epilogue in epilogues for x in epilogue.out_avals[tiles:]]
-    dtypes = [x.dtype for x in (*joined_types[0], *other_types)]
+    tile_types = [
+        epilogues[members[0]].out_avals[gradients.tiles_of(members[0]).index(tile)]
+        for tile, members in enumerate(gradients.members)
+    ]
+    other_types = [x for i, epilogue in enumerate(epilogues) for x in epilogue.out_avals[tiles[i] :]]
+    dtypes = [x.dtype for x in (*tile_types, *other_types)]
 
     def apart(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         found = _gradients(*arguments[:count], spec=spec)
@@ -248,11 +252,8 @@ def pull_back_with(
             epilogue.call(as_matrix(x).astype(jnp.float32), *gradients.operands_of(i, arguments[count:]))
             for i, (epilogue, x) in enumerate(zip(epilogues, found, strict=False))
         ]
-        joined = [
-            jnp.concatenate([outputs[i] for outputs in each], axis=0 if store.transposed else 1)
-            for i, store in enumerate(gradients.programs[0].stores)
-        ]
-        return *joined, *(x for outputs in each for x in outputs[tiles:]), *found[3:]
+        others = (x for i, outputs in enumerate(each) for x in outputs[tiles[i] :])
+        return *gradients.joined(each), *others, *found[3:]
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         made = _bind(attention_backward_p, *arguments, spec=made_spec)

@@ -71,7 +71,7 @@ class Plan:
       by_xla: the maps that XLA makes and stores in memory, in order.
       beside: of these, for each result of attention those that its kernel may make, in order.
       unread: results of attention in memory that nothing else reads.
-      behind: for each derivative of attention what its kernels make of dq, dk and dv, which nothing else reads.
+      behind: for each derivative of attention what its kernels make of dq, dk and dv.
       factors_alone: the tiles in memory that products alone read, as factors.
       leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
@@ -113,7 +113,7 @@ class Plan:
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
         self.behind: dict[Call, Behind] = behind_attention(
-            self.by_xla, order, self._epilogue, self.as_stored.union(wanted), self._is_read_behind
+            self.by_xla, order, self._epilogue, frozenset(wanted), self.as_stored, self._is_read_behind
         )
 
     # --- where values are known
@@ -254,8 +254,10 @@ class Plan:
         )
 
     def _is_read_behind(self, x: Value, gradient: Result) -> bool:
-        """Whether a value is known before a derivative of attention, and no tile that a pass would have to make."""
+        """Whether a value is known before a derivative of attention, and is no large tile that a pass has to make."""
         is_there = x in self._in_memory or x in self.given or isinstance(x, Leaf) or not x.is_tile
+        if not is_there and self.place[x].step < 0:
+            is_there = 4 * x.shape[1] <= gradient.shape[1]  # a table of heads, maybe
         return is_there and self.is_known_before(gradient)(x)
 
     def read_beside(self, y: Result) -> list[Value]:

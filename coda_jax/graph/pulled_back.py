@@ -3,10 +3,11 @@
     t = rstd [R^T dq | R^T dk | dv],  t8 = saturate(s t),  t8^T     what the product behind q, k and v reads backward,
     max |t|,  sum(q dq) + sum(k dk) + sum(v dv)                     behind the derivative of coda.attention(q, k, v)
 
-All that reads dq, dk and dv joins, or nothing does: tiles that join their columns, made of single elements, or of the
-pairs of a head's halves, and of tables of heads, numbers of each row, scalars and tiles that are known before, as
-`attend.gradients` says of the programs; transposes of such tiles in 8 bits; and sums of rows, and maxima. Each sees the
-gradients as they are stored, so that tiles are those of a pass.
+All that reads dq, dk and dv joins, or nothing does: tiles that have the columns of one, or join those of several, made
+of single elements, or of the pairs of a head's halves, and of tables of heads, numbers of each row, scalars and tiles
+that are known before, as `attend.gradients` says of the programs; transposes of such tiles in 8 bits; sums of rows, and
+maxima. Each sees the gradients as they are stored, so that tiles are those of a pass. Where a vector cannot join, as
+a sum over all rows, which is the gradient of a projection's bias, passes make all vectors, of the tiles in memory.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Behind:
 
     Attributes:
       gradients: dq, dk and dv.
-      tiles: in memory, each of columns of the three.
+      tiles: in memory, each of columns of one of the three or of several; maybe a gradient itself.
       vectors: maps of the gradients and of tiles behind them that are no tiles themselves.
       maps: all that are between the gradients and these, and these, inputs before users.
       read: the other values that the maps read.
@@ -96,7 +97,8 @@ def behind_attention(
     by_xla: Sequence[Value],
     order: Sequence[Value],
     epilogues: Collection[Value],
-    unjoined: Set[Value],
+    wanted: Set[Value],
+    as_stored: Set[Value],
     is_known: Callable[[Value, Result], bool],
 ) -> dict[Call, Behind]:
     """For each derivative of attention the maps of dq, dk and dv that its kernels make: all of them, or it has none.
@@ -105,7 +107,8 @@ def behind_attention(
       by_xla: the values that XLA makes and stores.
       order: all values of the plan, inputs before users.
       epilogues: the values that epilogues of products make.
-      unjoined: values that somebody else reads, or in another way than a map does.
+      wanted: values that somebody else reads.
+      as_stored: tiles that each reader sees as they are stored.
       is_known: whether a value is in memory, or a vector, and known before a call that has this result.
     """
     found = {}
@@ -118,11 +121,15 @@ def behind_attention(
             same_shape(x.shape, _as_matrix(of.shape)) for x, of in zip(gradients, derivative.types, strict=True)
         ):
             continue
-        behind = _behind(gradients, by_xla, order, epilogues)
-        if behind is None or not unjoined.isdisjoint((*behind.gradients, *behind.maps)):
-            continue
-        if all(is_known(x, gradients[0]) for x in behind.read) and _may_be_made(behind, derivative):
-            found[call] = behind
+        for with_vectors in (True, False):
+            behind = _behind(gradients, by_xla, order, epilogues, with_vectors)
+            if behind is None or not wanted.isdisjoint((*gradients, *behind.maps)):
+                continue
+            reads_rounded = any(x in as_stored and x in behind.maps for of in behind.maps for x in inputs_read(of))
+            is_there = all(is_known(x, gradients[0]) for x in behind.read)
+            if not reads_rounded and is_there and _may_be_made(behind, derivative):
+                found[call] = behind
+                break
     return found
 
 
@@ -179,30 +186,42 @@ def _behind(
     by_xla: Sequence[Value],
     order: Sequence[Value],
     epilogues: Collection[Value],
+    with_vectors: bool,
 ) -> Behind | None:
-    """The maps of dq, dk and dv, if passes make all of them, and store the tiles that anything else reads."""
+    """The maps of dq, dk and dv, if passes make all of them, and the tiles that anything else reads are in memory.
+
+    Args:
+      with_vectors: whether also those that are no tiles; else passes make them of tiles in memory.
+    """
     dq, dk, dv = gradients
-    stored = frozenset(by_xla).difference(gradients)
     tiles: dict[Value, None] = dict.fromkeys(gradients)  # also those that are computed again where they are read
     maps: list[Map | Turned] = []
+    in_memory: set[Value] = set()
     for value in order:
-        if value in tiles or tiles.keys().isdisjoint(inputs_read(value)):
+        of = [x for x in inputs_read(value) if x in tiles]
+        if value in tiles or not of:
             continue
-        if isinstance(value, Map | Turned) and value not in epilogues:
+        if isinstance(value, Map | Turned) and value not in epilogues and (with_vectors or value.is_tile):
             maps.append(value)
             if value.is_tile:
                 tiles[value] = None
-        elif any(x in tiles and x not in stored for x in inputs_read(value)):
-            return None
-    joined = tuple(x for x in tiles if x in stored)
+        else:
+            in_memory.update(of)
+    if not maps or not in_memory.issubset(by_xla):
+        return None
+    stored = tuple(x for x in tiles if x in in_memory or (x in by_xla and x not in gradients))
     vectors = tuple(x for x in maps if x not in tiles)
     read = dict.fromkeys(x for value in maps for x in inputs_read(value) if x not in tiles)
-    return Behind((dq, dk, dv), joined, vectors, tuple(maps), tuple(read)) if joined else None
+    return Behind((dq, dk, dv), stored, vectors, tuple(maps), tuple(read))
 
 
 def _may_be_made(behind: Behind, derivative: _Derivative) -> bool:
     """Whether the kernels can make the maps, but for the dtypes of operands."""
-    dtypes = [x.dtype if is_of_8_bits(x.dtype) else np.dtype(FLOAT32) for x in behind.tiles]
+    narrow = behind.gradients[0].dtype
+    dtypes = [
+        narrow if x in behind.gradients else x.dtype if is_of_8_bits(x.dtype) else np.dtype(FLOAT32)
+        for x in behind.tiles
+    ]
     return _made(behind, derivative, [_narrow(x, behind) for x in behind.read], dtypes) is not None
 
 
@@ -221,14 +240,16 @@ class _Traced(NamedTuple):
     Attributes:
       epilogues: of the three.
       places: for each the numbers of its operands among those of all.
+      members: for each tile the gradients whose columns it has, as `Gradients` has them.
     """
 
     epilogues: tuple[Epilogue, Epilogue, Epilogue]
     places: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[int, ...], ...]
 
 
 class _NotJoined(Exception):
-    """A tile does not have its columns from dq, dk and dv each, or a vector is of several, and no maximum."""
+    """Columns of tiles are not those of dq, dk or dv, all in one way; or a vector is of several, and no maximum."""
 
 
 def _made(
@@ -244,16 +265,20 @@ def _made(
     if traced is None:
         return None
     dq, dk, dv = (epilogue.program for epilogue in traced.epilogues)
-    for program, of in zip((dq, dk, dv), derivative.types, strict=True):
-        if unsupported(program, dtypes, of.shape[3], len(dtypes)) is not None:
+    gradients = Gradients((dq, dk, dv), traced.places, len(types), traced.members, tuple(dtypes))
+    for i, (program, of) in enumerate(zip(gradients.programs, derivative.types, strict=True)):
+        own = [dtypes[tile] for tile in gradients.tiles_of(i)]
+        if unsupported(program, own, of.shape[3], len(own)) is not None:
             return None
-    gradients = Gradients((dq, dk, dv), traced.places, len(types), tuple(dtypes))
     q, k, v = derivative.types
     return (traced, gradients) if makes_gradients(gradients, q, k, v, derivative.spec) else None
 
 
 def _traced(behind: Behind, types: Sequence[Any]) -> _Traced | None:
     """The maps as epilogues, of operands of these types; None where they are no epilogues of each."""
+    members = tuple(tuple(_gradients_of(x, behind)) for x in behind.tiles)
+    if sorted(i for one in set(members) for i in one) != [0, 1, 2]:
+        return None
 
     def all_pieces(*arrays: jax.Array) -> list[list[jax.Array]]:
         made: dict[Value, Any] = dict(zip(behind.gradients, arrays[:3], strict=True))
@@ -264,11 +289,13 @@ def _traced(behind: Behind, types: Sequence[Any]) -> _Traced | None:
                 _of_vector(value, inputs, behind) if value in behind.vectors else _of_tile(value, inputs, behind)
             )
         outputs: list[list[jax.Array]] = [[], [], []]
-        for x in behind.tiles:
-            if not isinstance(made[x], Pieces) or len(made[x].parts) != 3:
+        for x, of in zip(behind.tiles, members, strict=True):
+            parts = made[x].parts if isinstance(made[x], Pieces) else [made[x]]
+            if len(parts) != len(of):
                 raise _NotJoined
+            for i, part in zip(of, parts, strict=True):
+                outputs[i].append(part)
         for i, of_gradient in enumerate(outputs):
-            of_gradient += [made[x].parts[i] for x in behind.tiles]
             of_gradient += [made[x][i] for x in behind.vectors if i in made[x]]
         return outputs
 
@@ -280,7 +307,12 @@ def _traced(behind: Behind, types: Sequence[Any]) -> _Traced | None:
     except (_NotJoined, NotTileLocalError):
         return None
     (dq, dq_places), (dk, dk_places), (dv, dv_places) = made
-    return _Traced((dq, dk, dv), (dq_places, dk_places, dv_places))
+    return _Traced((dq, dk, dv), (dq_places, dk_places, dv_places), members)
+
+
+def _gradients_of(x: Value, behind: Behind) -> list[int]:
+    """The numbers of dq, dk and dv that a value is made of."""
+    return [i for i, of in enumerate(behind.gradients) if of in reachable([x], behind.read)]
 
 
 def _traced_of(
@@ -321,7 +353,7 @@ def _of_vector(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> di
     """A vector, by the gradient of which an epilogue makes it: of one; or a maximum of the magnitudes of all three."""
     assert isinstance(value, Map)
     jaxpr = value.primal()[0]
-    of = [i for i, x in enumerate(behind.gradients) if x in reachable([value], behind.read)]
+    of = _gradients_of(value, behind)
     if len(of) == 1:
         (x,) = in_pieces(jaxpr, inputs, bind)
         return {of[0]: x}
@@ -375,6 +407,6 @@ def called_behind(
     of_vectors: dict[Value, list[jax.Array]] = {x: [] for x in behind.vectors}
     for i in range(3):
         for x in behind.vectors:
-            if behind.gradients[i] in reachable([x], behind.read):
+            if i in _gradients_of(x, behind):
                 of_vectors[x].append(next(remaining))
     return found, made | {x: functools.reduce(jnp.maximum, of) for x, of in of_vectors.items()}

@@ -78,9 +78,11 @@ class Layout:
         ]
 
     def _array(self, source: Source, values: Mapping[Any, Any], groups: Sequence[Sequence[Atom]]) -> jax.Array:
-        order = [atom for group in groups for atom in group]
-        x = merged(spread(values[source.var].astype(self.dtype), source.labels, order), groups)
-        shape = tuple(map(size_of, groups))
+        order, shape = [atom for group in groups for atom in group], tuple(map(size_of, groups))
+        x = values[source.var].astype(self.dtype)
+        if source.atoms == order:  # no axis has to be split
+            return x.reshape(shape)
+        x = merged(spread(x, source.labels, order), groups)
         return x if x.shape == shape else jnp.broadcast_to(x, shape)
 
     def result(self, y: jax.Array, labels: Labels, shape: Sequence[int]) -> jax.Array:
