@@ -130,8 +130,8 @@ struct FinishResultsParams {
   float scale;
 };
 
-/// Stores the maps of dq, the first columns of tiles that may have those of dk and dv too. A block of 128 threads has 64
-/// rows of a tile, and whole heads. Config: as that of Results, and those of the backward kernel.
+/// Stores the maps of dq, the first columns of tiles that may have those of dk and dv too. A block of 128 threads has
+/// 64 rows of a tile, and whole heads. Config: as that of Results, and those of the backward kernel.
 template <class Config>
 __device__ __forceinline__ void finish_dq_results(const FinishResultsParams<Config>& p) {
   constexpr int dim = Config::dim, queries = Config::queries, head_width = Config::head;

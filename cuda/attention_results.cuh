@@ -12,9 +12,9 @@
 
 namespace coda::attention {
 
-/// The arrays beside a result: the Epilogue's vectors and scalars, its reductions (a word of each warp for a maximum,
-/// of each row and head for one along rows), the tiles that it reads (batch, rows, heads, width), and its stores in
-/// order, tiles and transposed ones.
+/// The arrays beside a result: the Epilogue's vectors and scalars, its reductions (a word of each warp for a maximum, a
+/// head's columns of each warp for one along columns, a word of each row and head for one along rows), the tiles that
+/// it reads (batch, rows, heads, width), and its stores in order, tiles and transposed ones.
 ///
 /// `which` tells those of several results apart.
 template <int count, int which = 0>
@@ -91,14 +91,15 @@ struct Results {
   using Made = Fragment<columns>[at_least_one(tiles)];
   using Maxima = float[at_least_one(Epilogue::whole_reductions)];
   using OfRows = float[at_least_one(Epilogue::row_reductions)][2];
+  using OfColumns = float[at_least_one(Epilogue::column_reductions)][halves][2];  // of a group
   static_assert(2 * outputs % columns == 0 && width % 8 == 0, "a thread has whole groups of 64 columns");
   static_assert(halves == 1 ||
                     (halves == 2 && Epilogue::head == width && !Epilogue::interleaved && width % columns == 0),
                 "halves are those of heads of whole groups of 64 columns");
   static_assert(Epilogue::acc_halves == halves && Epilogue::tile_values(0) % halves == 0, "results have whole heads");
   static_assert(Epilogue::sections == 1 && Epilogue::head_values == 0 && Epilogue::row_vectors == 0 &&
-                    Epilogue::head_vectors == 0 && Epilogue::column_reductions == 0,
-                "an epilogue of attention is of single elements, or of pairs, with maxima, and reductions of rows");
+                    Epilogue::head_vectors == 0,
+                "an epilogue of attention is of single elements, or of pairs, with reductions");
 
   /// The values that are the same for all columns of a thread's rows.
   struct Beside {
@@ -219,7 +220,12 @@ struct Results {
                                                   const Beside& beside, const Loads& loads, const Value& value,
                                                   Made& made, Maxima& maxima, OfRows& of_rows) {
 #pragma unroll
-    for (int j = 0; j < half_groups; ++j)
+    for (int j = 0; j < half_groups; ++j) {
+      OfColumns of_columns;
+      static_for<Epilogue::column_reductions * halves>([&](auto index) {
+        float (&total)[2] = of_columns[index / halves][index % halves];
+        total[0] = total[1] = neutral<Epilogue::column_reduction[index / halves].op>();
+      });
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         Tables tables;
@@ -240,19 +246,26 @@ struct Results {
           static_for<Epilogue::tile_values(0)>([&](auto index) {
             made[index / halves].value[index % halves * half_groups + j][r][c] = result.tile[index];
           });
+          const bool is_inside = column_of(first, j) < width && row_of(place, r) < place.rows;
           if constexpr (Epilogue::whole_reductions > 0) {
-            const bool is_inside = column_of(first, j) < width && row_of(place, r) < place.rows;
             static_for<Epilogue::whole_reductions>([&](auto index) {
               constexpr Op op = Epilogue::whole_reduction[index].op;
               if (is_inside) maxima[index] = combine<op>(maxima[index], result.whole[index]);
             });
           }
+          static_for<Epilogue::column_reductions * halves>([&](auto index) {
+            float& total = of_columns[index / halves][index % halves][c];
+            constexpr Op op = Epilogue::column_reduction[index / halves].op;
+            if (is_inside) total = combine<op>(total, result.column[index]);
+          });
           static_for<Epilogue::row_reductions>([&](auto index) {
             constexpr Op op = Epilogue::row_reduction[index].op;
             if (column_of(first, j) < width) of_rows[index][r] = combine<op>(of_rows[index][r], result.row[index]);
           });
         }
       }
+      reduce_columns(arrays, place, first, j, of_columns);
+    }
   }
 
   template <class Arrays, class Place>
@@ -291,6 +304,21 @@ struct Results {
           }
         }
       }
+    });
+  }
+
+  /// Reductions of a group's columns along the warp's rows.
+  template <class Arrays>
+  __device__ __forceinline__ static void reduce_columns(const Arrays& arrays, const FragmentPlace& place, int first,
+                                                        int group, OfColumns& of_columns) {
+    static_for<Epilogue::column_reductions * halves>([&](auto index) {
+      constexpr ReductionAccess access = Epilogue::column_reduction[index / halves];
+      const int lane = threadIdx.x % 32;
+      float (&total)[2] = of_columns[index / halves][index % halves];
+      const int own = combine_halving<access.op, 2, 4>(lane, total);  // of the lane's two columns
+      const int column = column_of(first, index % halves * half_groups + group) + 2 * (lane % 4) + own;
+      if (lane < 8 && column < width)
+        static_cast<float*>(arrays.pointer[access.pointer])[place.warp * width + column] = total[0];
     });
   }
 

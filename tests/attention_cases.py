@@ -179,28 +179,49 @@ def results_of(name, rows, columns, keeps_y=True):
     return Results(traced.program, tuple(traced.out_avals[x.output].dtype for x in traced.program.stores), keeps_y)
 
 
-def _of_gradient(x, scale, z, cos, sin, factor, width, dtype):
-    """x turned back, times a factor of each row, as a product in 16 or in 8 bits reads it; and sums of x z."""
+def _of_gradient(x, scale, z, cos, sin, factor, width, dtype, sums):
+    """x turned back, times a factor of each row, as a product in 16 or in 8 bits reads it; and sums of x z.
+
+    Args:
+      sums: whether sums along columns are made too, of what is turned back.
+    """
     inner = jnp.sum(x * z, axis=1)
     if cos is not None:
         cos, sin = (jnp.tile(table, (x.shape[0] // table.shape[0], 1)) for table in (cos, sin))
         x = rotary(x.reshape(len(x), -1, width), cos, -sin).reshape(x.shape)
+    of_columns = (jnp.sum(x, axis=0),) if sums else ()
     x = x * factor
     if dtype == E4M3:
-        return (x8 := saturate(x * scale, E4M3)), x8.T, inner, jnp.max(jnp.abs(x))
-    return x.astype(dtype), inner
+        return (x8 := saturate(x * scale, E4M3)), x8.T, inner, jnp.max(jnp.abs(x)), *of_columns
+    return x.astype(dtype), inner, *of_columns
+
+
+class OfGradients(NamedTuple):
+    """What is made of the gradients.
+
+    Attributes:
+      is_turned: whether q and k are turned.
+      dtype: of the tiles.
+      members: the gradients whose columns a tile has.
+      sums: whether there are sums along columns.
+    """
+
+    is_turned: bool
+    dtype: np.dtype
+    members: tuple[tuple[int, ...], ...]
+    sums: bool = False
 
 
 ALL, EACH = ((0, 1, 2),), ((0,), (1,), (2,))
-OF_GRADIENTS = {  # whether q and k are turned, the dtype, and the gradients whose columns a tile has
-    "turned": (True, np.dtype(jnp.bfloat16), ALL),
-    "turned_in_8_bits": (True, E4M3, ALL),
-    "joined": (False, np.dtype(jnp.bfloat16), ALL),
-    "joined_in_8_bits": (False, E4M3, ALL),
-    "turned_apart": (True, np.dtype(jnp.bfloat16), EACH),
-    "turned_apart_in_8_bits": (True, E4M3, EACH),
-    "keys_and_values": (True, np.dtype(jnp.bfloat16), ((0,), (1, 2))),
-    "queries_and_keys": (True, E4M3, ((0, 1), (2,))),
+OF_GRADIENTS = {
+    "turned": OfGradients(True, np.dtype(jnp.bfloat16), ALL),
+    "turned_in_8_bits": OfGradients(True, E4M3, ALL),
+    "joined": OfGradients(False, np.dtype(jnp.bfloat16), ALL),
+    "joined_in_8_bits": OfGradients(False, E4M3, ALL),
+    "turned_apart": OfGradients(True, np.dtype(jnp.bfloat16), EACH, sums=True),
+    "turned_apart_in_8_bits": OfGradients(True, E4M3, EACH),
+    "keys_and_values": OfGradients(False, np.dtype(jnp.bfloat16), ((0,), (1, 2)), sums=True),
+    "queries_and_keys": OfGradients(True, E4M3, ((0, 1), (2,))),
 }
 
 
@@ -211,7 +232,7 @@ def gradients_of(name, batch, rows, heads, key_heads, width, value_width, of=jnp
     Args:
       of: the dtype of these three.
     """
-    is_turned, dtype, members = OF_GRADIENTS[name]
+    is_turned, dtype, members, sums = OF_GRADIENTS[name]
     programs, places = [], []
     for i, (count, of_head) in enumerate(((heads, width), (key_heads, width), (key_heads, value_width))):
         tables = [jax.ShapeDtypeStruct((rows, width // 2), np.float32)] * 2 if is_turned and i < 2 else []
@@ -221,7 +242,7 @@ def gradients_of(name, batch, rows, heads, key_heads, width, value_width, of=jnp
 
         def function(x, scale, factor, *others, width=width):
             *tables, z = others
-            return _of_gradient(x, scale, z, *(tables or (None, None)), factor, width, dtype)
+            return _of_gradient(x, scale, z, *(tables or (None, None)), factor, width, dtype, sums)
 
         traced, _ = trace_epilogue(function, jax.ShapeDtypeStruct(tile.shape, np.float32), types)
         programs.append(traced.program)

@@ -4,7 +4,7 @@ dq (B, T, H, D), dk (B, T, K, D) and dv (B, T, K, Dv) are columns of one matrix 
 two, or are three matrices, and what is made of them are such matrices: each gradient has an epilogue
 (`coda_jax.epilogue`) of its own, which sees its columns as a matrix, float32, with the values that it has as it would
 be stored. Tiles are stored as (B, T, N), transposed ones as (N, B, T). Beside these there are reductions of each of
-the three: of rows (B, T), and maxima ().
+the three: along rows (B, T), along columns (H D,) or (K D,) or (K Dv,), and maxima ().
 """
 
 from __future__ import annotations
@@ -52,12 +52,17 @@ class Gradients:
         widths = (heads * width, key_heads * width, key_heads * value_width)
         columns = [sum(widths[i] for i in members) for members in self.members]
         tiles = [(n, batch, rows) if self.is_transposed(at) else (batch, rows, n) for at, n in enumerate(columns)]
-        return [*tiles, *(() if x.axis is Axis.ALL else (batch, rows) for x in self._reductions)]
+        reductions = [
+            {Axis.ALL: (), Axis.ROW: (batch, rows), Axis.COLUMN: (width,)}[reduction.axis]
+            for program, width in zip(self.programs, widths, strict=True)
+            for reduction in program.reductions
+        ]
+        return [*tiles, *reductions]
 
     @property
     def result_dtypes(self) -> list[np.dtype]:
         """The dtypes of the tiles, and then of the reductions."""
-        return [*self.dtypes, *[np.dtype(np.float32)] * len(self._reductions)]
+        return [*self.dtypes, *[np.dtype(np.float32)] * sum(len(program.reductions) for program in self.programs)]
 
     def tiles_of(self, which: int) -> list[int]:
         """The numbers of the tiles that one gradient has columns of, which its program's stores are, in their order."""
@@ -75,10 +80,6 @@ class Gradients:
             parts = [columns[i][self.tiles_of(i).index(tile)] for i in members]
             found.append(jnp.concatenate(parts, axis=0 if self.is_transposed(tile) else 1))
         return found
-
-    @property
-    def _reductions(self) -> list[Reduction]:
-        return [x for program in self.programs for x in program.reductions]
 
     @property
     def has_transposed(self) -> bool:
@@ -99,7 +100,7 @@ class Gradients:
             tiles, reduced = evaluate_tiles(program, acc, *self.operands_of(i, operands))
             stores.append([x.astype(self.dtypes[tile]) for tile, x in zip(self.tiles_of(i), tiles, strict=True)])
             each = zip(reduced, program.reductions, strict=True)
-            reductions += [x if of.axis is Axis.ALL else x.reshape(batch, rows) for x, of in each]
+            reductions += [x.reshape(batch, rows) if of.axis is Axis.ROW else x for x, of in each]
         made = [
             x.reshape(-1, batch, rows) if self.is_transposed(tile) else x.reshape(batch, rows, -1)
             for tile, x in enumerate(self.joined(stores))
@@ -119,7 +120,8 @@ class Gradients:
         ]
         reductions = iter(made[count:])
         for i, program in enumerate(self.programs):
-            reduced = [next(reductions).reshape(() if of.axis is Axis.ALL else (rows,)) for of in program.reductions]
+            each = zip(program.reductions, reductions, strict=False)
+            reduced = [x.reshape(rows) if of.axis is Axis.ROW else x for of, x in each]
             outputs = finish(program, reduced, self.operands_of(i, operands), rows)
             found += [outputs[number] for number in range(len(program.stores), program.num_outputs)]
         return found
@@ -175,7 +177,7 @@ def _of_columns(program: Program, width: Any) -> str | None:
 
 def _of_results(program: Program, dtypes: Sequence[np.dtype], count: int) -> str | None:
     if not all(map(_is_made, program.reductions)):
-        return "it has a reduction other than those of rows and the maximum of all elements"
+        return "it has a reduction other than those along rows, sums along columns, and the maximum of all"
     if [store.output for store in program.stores] != list(range(count)):
         return "an output is no tile"
     for store, dtype in zip(program.stores, dtypes, strict=True):
@@ -188,5 +190,9 @@ def _of_results(program: Program, dtypes: Sequence[np.dtype], count: int) -> str
 
 def _is_made(reduction: Reduction) -> bool:
     """Whether the kernels reduce so."""
-    ops = (ReductionOp.SUM, ReductionOp.MAX, ReductionOp.MIN) if reduction.axis is Axis.ROW else (ReductionOp.MAX,)
-    return reduction.width is Width.FULL and reduction.axis is not Axis.COLUMN and reduction.op in ops
+    ops = {
+        Axis.ROW: (ReductionOp.SUM, ReductionOp.MAX, ReductionOp.MIN),
+        Axis.COLUMN: (ReductionOp.SUM,),
+        Axis.ALL: (ReductionOp.MAX,),
+    }
+    return reduction.width is Width.FULL and reduction.op in ops[reduction.axis]

@@ -57,19 +57,27 @@ class Joined:
         return emit_epilogue(self.program, self.dtypes, [False] * len(self.program.operands))
 
     def reduction_types(self, x: Sequence[Any], words: Any) -> list[Any]:
-        """Types of what the kernel reduces of a gradient of this shape: a number of each row and head, or of each warp.
+        """Types of what the kernel reduces of a gradient of this shape, of its heads.
+
+        They are a number of each row, a row of each warp along columns, or a number of each warp.
 
         Args:
           words: how many warps store something of a head.
         """
-        batch, rows, heads, _ = x
-        shapes = ((batch, heads, words) if of.axis is Axis.ALL else (batch, rows, heads) for of in self._reductions)
-        return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        batch, rows, heads, width = x
+        shapes = {
+            Axis.ROW: (batch, rows, heads),
+            Axis.COLUMN: (batch, heads, words, width),
+            Axis.ALL: (batch, heads, words),
+        }
+        return [jax.ShapeDtypeStruct(shapes[of.axis], jnp.float32) for of in self._reductions]
 
     def reduced(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The reductions, (B, T) or (), from what the kernel reduces."""
+        """The reductions, (B, T), (H D,) or (), from what the kernel reduces."""
+        axes = {Axis.ROW: 2, Axis.COLUMN: (0, 2), Axis.ALL: (0, 1, 2)}
         each = zip(self._reductions, arrays, strict=True)
-        return [of.op.reduce(x, (0, 1, 2) if of.axis is Axis.ALL else 2) for of, x in each]
+        made = ((of.axis, of.op.reduce(x, axes[of.axis])) for of, x in each)
+        return [x.reshape(-1) if axis is Axis.COLUMN else x for axis, x in made]
 
     @property
     def columns(self) -> dict[str, bool]:

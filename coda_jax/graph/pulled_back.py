@@ -5,9 +5,9 @@
 
 All that reads dq, dk and dv joins, or nothing does: tiles that have the columns of one, or join those of several, made
 of single elements, or of the pairs of a head's halves, and of tables of heads, numbers of each row, scalars and tiles
-that are known before, as `attend.gradients` says of the programs; transposes of such tiles in 8 bits; sums of rows, and
-maxima. Each sees the gradients as they are stored, so that tiles are those of a pass. Where a vector cannot join, as
-a sum over all rows, which is the gradient of a projection's bias, passes make all vectors, of the tiles in memory.
+that are known before, as `attend.gradients` says of the programs; transposes of such tiles in 8 bits; sums along rows,
+and along columns, as the gradient of a projection's bias; and maxima. Each sees the gradients as they are stored, so
+that tiles are those of a pass. Where a vector cannot join, passes make all vectors, of the tiles in memory.
 """
 
 from __future__ import annotations
@@ -350,16 +350,22 @@ def _seen(x: Any) -> Any:
 
 
 def _of_vector(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> dict[int, jax.Array]:
-    """A vector, by the gradient of which an epilogue makes it: of one; or a maximum of the magnitudes of all three."""
+    """A vector, by the gradients whose epilogues make it: that of one; parts of its columns; a maximum of all three."""
     assert isinstance(value, Map)
     jaxpr = value.primal()[0]
     of = _gradients_of(value, behind)
-    if len(of) == 1:
-        (x,) = in_pieces(jaxpr, inputs, bind)
-        return {of[0]: x}
-    if not any(x.amax is value for x in value.inputs) or not isinstance(inputs[0], Pieces):
+    if _is_maximum(value) and isinstance(inputs[0], Pieces):
+        return {i: in_pieces(jaxpr, [part], bind)[0] for i, part in zip(of, inputs[0].parts, strict=True)}
+    (x,) = in_pieces(jaxpr, inputs, bind)
+    parts = x.parts if isinstance(x, Pieces) else [x]
+    if len(parts) != len(of):
         raise _NotJoined
-    return {i: in_pieces(jaxpr, [part], bind)[0] for i, part in enumerate(inputs[0].parts)}
+    return dict(zip(of, parts, strict=True))
+
+
+def _is_maximum(value: Map) -> bool:
+    """Whether a vector is the largest magnitude of its input."""
+    return any(x.amax is value for x in value.inputs)
 
 
 # ---- as it runs
@@ -409,4 +415,7 @@ def called_behind(
         for x in behind.vectors:
             if i in _gradients_of(x, behind):
                 of_vectors[x].append(next(remaining))
-    return found, made | {x: functools.reduce(jnp.maximum, of) for x, of in of_vectors.items()}
+    for x, of in of_vectors.items():
+        assert isinstance(x, Map)
+        made[x] = functools.reduce(jnp.maximum, of) if _is_maximum(x) or len(of) == 1 else jnp.concatenate(of, axis=-1)
+    return found, made

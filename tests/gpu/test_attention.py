@@ -427,6 +427,25 @@ def test_a_block_with_maps_of_gradients(monkeypatch, recipe):
         assert distance(x, y) < 0.005
 
 
+@pytest.mark.parametrize("door,biases", attended.APART)
+def test_coda_fuse_with_maps_of_gradients(monkeypatch, door, biases):
+    for name, size in (("T", 2208), ("H", 16), ("K", 8)):
+        monkeypatch.setattr(attended, name, size)
+    arrays = attended.apart_arrays()
+
+    def step():
+        function = attended.doors(biases=biases)[door]
+        return attended.made_of_gradients(function, *arrays), jax.jit(function)(*arrays)
+
+    made, found = step()
+    assert sorted(made.members) == [(0,), (1,), (2,)]
+    monkeypatch.setattr(plan, "behind_attention", lambda *arguments: {})
+    made, expected = step()
+    assert made is None
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert distance(x, y) < 0.005
+
+
 def of_score(given, score, operands, implementation, **options):
     """y, and the gradients of q, k, v and the operands of floating dtypes."""
 
