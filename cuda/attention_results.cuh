@@ -91,7 +91,7 @@ struct Results {
   using Made = Fragment<columns>[at_least_one(tiles)];
   using Maxima = float[at_least_one(Epilogue::whole_reductions)];
   using OfRows = float[at_least_one(Epilogue::row_reductions)][2];
-  using OfColumns = float[at_least_one(Epilogue::column_reductions)][halves][2];  // of a group
+  using OfColumns = float[at_least_one(Epilogue::column_reductions)][2];  // of a group, each of one half
   static_assert(2 * outputs % columns == 0 && width % 8 == 0, "a thread has whole groups of 64 columns");
   static_assert(halves == 1 ||
                     (halves == 2 && Epilogue::head == width && !Epilogue::interleaved && width % columns == 0),
@@ -222,9 +222,8 @@ struct Results {
 #pragma unroll
     for (int j = 0; j < half_groups; ++j) {
       OfColumns of_columns;
-      static_for<Epilogue::column_reductions * halves>([&](auto index) {
-        float (&total)[2] = of_columns[index / halves][index % halves];
-        total[0] = total[1] = neutral<Epilogue::column_reduction[index / halves].op>();
+      static_for<Epilogue::column_reductions>([&](auto index) {
+        of_columns[index][0] = of_columns[index][1] = neutral<Epilogue::column_reduction[index].op>();
       });
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -253,10 +252,9 @@ struct Results {
               if (is_inside) maxima[index] = combine<op>(maxima[index], result.whole[index]);
             });
           }
-          static_for<Epilogue::column_reductions * halves>([&](auto index) {
-            float& total = of_columns[index / halves][index % halves][c];
-            constexpr Op op = Epilogue::column_reduction[index / halves].op;
-            if (is_inside) total = combine<op>(total, result.column[index]);
+          static_for<Epilogue::column_reductions>([&](auto index) {
+            constexpr Op op = Epilogue::column_reduction[index].op;
+            if (is_inside) of_columns[index][c] = combine<op>(of_columns[index][c], result.column[index]);
           });
           static_for<Epilogue::row_reductions>([&](auto index) {
             constexpr Op op = Epilogue::row_reduction[index].op;
@@ -311,14 +309,13 @@ struct Results {
   template <class Arrays>
   __device__ __forceinline__ static void reduce_columns(const Arrays& arrays, const FragmentPlace& place, int first,
                                                         int group, OfColumns& of_columns) {
-    static_for<Epilogue::column_reductions * halves>([&](auto index) {
-      constexpr ReductionAccess access = Epilogue::column_reduction[index / halves];
+    static_for<Epilogue::column_reductions>([&](auto index) {
+      constexpr ReductionAccess access = Epilogue::column_reduction[index];
       const int lane = threadIdx.x % 32;
-      float (&total)[2] = of_columns[index / halves][index % halves];
-      const int own = combine_halving<access.op, 2, 4>(lane, total);  // of the lane's two columns
-      const int column = column_of(first, index % halves * half_groups + group) + 2 * (lane % 4) + own;
+      const int own = combine_halving<access.op, 2, 4>(lane, of_columns[index]);  // of the lane's two columns
+      const int column = column_of(first, access.half * half_groups + group) + 2 * (lane % 4) + own;
       if (lane < 8 && column < width)
-        static_cast<float*>(arrays.pointer[access.pointer])[place.warp * width + column] = total[0];
+        static_cast<float*>(arrays.pointer[access.pointer])[place.warp * width + column] = of_columns[index][0];
     });
   }
 

@@ -142,7 +142,7 @@ PLANTED = {  # a fault in a header, and what it gives
         "Not equal",
     ),
     "sums_of_another_column": ("results", "2 * (lane % 4) + own", "2 * (lane % 4)", "Not equal"),
-    "sums_of_another_half": ("results", "index % halves * half_groups + group)", "group)", "Not equal"),
+    "sums_of_another_half": ("results", "access.half * half_groups + group", "group", "Not equal"),
 }
 
 
@@ -560,4 +560,4 @@ def test_maps_take_no_registers_of_the_loop(monkeypatch, name, width):
         backward, of_dq = map(resource_usage, logs)
         spilled.append(backward.spilled_bytes)
         assert of_dq.spilled_bytes == 0
-    assert spilled[1] <= spilled[0] + 8
+    assert spilled[1] <= spilled[0] + (40 if OF_GRADIENTS[name].sums else 8)  # behind the loop
