@@ -114,8 +114,81 @@ def test_the_gradient_of_layers_attends_where_both_passes_stand_together(name):
     fused = coda.fuse(with_gradients(f))
     assert largest_error(jax.jit(fused)(*args), jax.jit(with_gradients(f))(*args)) < 1e-5
     found, exponentials = are_there(fused, *args)
-    if name in ("in turn", "vmap"):
+    if name in ("in turn", "vmap", "scan"):
         assert found == 2 * (2 if name == "in turn" else 1) and exponentials == 0
+
+
+def with_mask(w, x, mask):
+    """A layer whose mask is made outside of it."""
+    length, h = x.shape[1], x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    q, k, v = ((h @ w[name]).reshape(*x.shape[:2], -1, D) for name in "qkv")
+    k, v = (jnp.repeat(y, H // K, -2) for y in (k, v))
+    s = jnp.where(mask, jnp.einsum("bthd,bshd->bhts", q, k) / D**0.5, -1e9)
+    y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, axis=-1), v)
+    return x + y.reshape(x.shape[0], length, -1) @ w["out"]
+
+
+def several_in_a_body(w, x, mask):
+    return with_mask(w, with_mask(w, x, mask), mask)
+
+
+def looped(body, results=lambda x: None, reverse=False):
+    """The square of a loop of layers, whose mask is made in front of it; the body's results are summed too."""
+
+    def loss(w, x):
+        mask = jnp.tril(jnp.ones((T, T), bool))[None, None]
+        stacked = jax.tree.map(lambda y: jnp.stack([y, y * 0.7, y * 1.2]), w)
+
+        def step(x, w):
+            y = body(w, x, mask)
+            return y, results(y)
+
+        x, others = jax.lax.scan(step, x, stacked, reverse=reverse)
+        return jnp.mean(x**2) + sum(jnp.mean(y) for y in jax.tree.leaves(others))
+
+    return loss
+
+
+LOOPS = {
+    "a mask made outside": (looped(with_mask), 1),
+    "two in a body": (looped(several_in_a_body), 2),
+    "results of steps": (looped(with_mask, results=lambda x: (x * 2, jnp.sin(x))), 1),
+    "from the last to the first": (looped(with_mask, reverse=True), 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_and_its_backward_loop_attend(name):
+    loss, count = LOOPS[name]
+    step = jax.value_and_grad(loss, (0, 1))
+    fused = coda.fuse(step)
+    assert largest_error(jax.jit(fused)(weights(), x), jax.jit(step)(weights(), x)) < 1e-5
+    assert are_there(fused, weights(), x) == (2 * count, 0)
+    taken_there = [one for one in coda.fuse.report(step, weights(), x).products if one.epilogue == ("attention",)]
+    assert len(taken_there) == 6 * count
+
+
+def test_probabilities_that_a_step_gives_back_stay():
+    def body(w, x, mask):
+        q, k = ((x @ w[name]).reshape(B, T, -1, D) for name in "qk")
+        s = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, H // K, 2)) / D**0.5
+        return jax.nn.softmax(jnp.where(mask, s, -1e9), axis=-1)
+
+    def loss(w, x):
+        mask = jnp.tril(jnp.ones((T, T), bool))
+
+        def step(x, w):
+            p = body(w, x, mask)
+            v = jnp.repeat((x @ w["v"]).reshape(B, T, K, D), H // K, 2)
+            return x + jnp.einsum("bhts,bshd->bthd", p, v).reshape(x.shape) @ w["out"], p
+
+        x, p = jax.lax.scan(step, x, jax.tree.map(lambda y: y[None], w))
+        return jnp.mean(x**2) + jnp.sum(p[..., 0] ** 2)
+
+    step = jax.value_and_grad(loss, (0, 1))
+    fused = coda.fuse(step)
+    assert largest_error(jax.jit(fused)(weights(), x), jax.jit(step)(weights(), x)) < 1e-5
+    assert are_there(fused, weights(), x)[0] == 0
 
 
 def test_a_batch_of_what_is_fused():

@@ -15,6 +15,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.attention import cudnn
+from coda_jax.fusion.attention.in_loops import with_attention_in_loops
 from coda_jax.fusion.attention.masks_inside import with_masks_inside
 from coda_jax.fusion.attention.rule import Attentions, with_attention
 from coda_jax.fusion.centred import with_centred_sums
@@ -193,10 +194,13 @@ class Pieces:
         """The function of a straight jaxpr, the first of whose arguments are constants."""
         attentions = Attentions()
         if self.options.attention and not self.options.is_exact:
-            flat = with_masks_inside(flat)
+            flat, in_loops = with_attention_in_loops(
+                with_masks_inside(flat), implementation=self.options.implementation
+            )
             known = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
             known |= dict(zip(flat.jaxpr.invars, constants, strict=False))
             flat, attentions = with_attention(flat, known, implementation=self.options.implementation)
+            attentions = dataclasses.replace(attentions, taken=[*in_loops, *attentions.taken])
         flat = with_rows_first(flat)
         in_front = with_rows_in_front(with_stops_behind(flat, LEAST_VOCABULARY), LEAST_VOCABULARY)
         losses = Losses(with_factors_behind(in_front, LEAST_VOCABULARY))

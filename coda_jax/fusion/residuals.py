@@ -37,32 +37,49 @@ _COMPUTED_AGAIN = (ELEMENTWISE | SHAPES | {"concatenate", "pad", "iota"}) - CONS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Loops:
+class Pair:
     """A loop and its backward loop.
 
     Attributes:
       forward, backward: the equations.
-      body: of the forward loop, a straight one.
-      residuals: by number, the results of the body that are residuals, and the backward loop's arguments that each is.
-      stacked: the variables of the body that are stacked in their place.
-      again: the equations that compute the residuals of these.
+      residuals: by number, the results of the forward body that are residuals, which nothing else reads, and the
+        backward loop's arguments that each is.
     """
 
     forward: Equation
     backward: Equation
-    body: core.ClosedJaxpr
     residuals: Mapping[int, Sequence[int]]
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the forward loop's stacked results that are no residuals."""
+        return [i for i in range(num_carried(self.forward), len(self.forward.outvars)) if i not in self.residuals]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loops:
+    """A loop and its backward loop with what is stacked between them.
+
+    Attributes:
+      pair: the loops.
+      body: of the forward loop, a straight one.
+      stacked: the variables of the body that are stacked in the place of residuals.
+      again: the equations that compute the residuals of these.
+    """
+
+    pair: Pair
+    body: core.ClosedJaxpr
     stacked: Sequence[Any]
     again: Sequence[Equation]
 
 
 def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJaxpr:
     """A straight jaxpr at these arrays, with loops that stack fewer bytes for their backward loops."""
-    found = list(_loops(closed.jaxpr))
+    found = [loops for pair in pairs_in(closed.jaxpr) if (loops := _with_cut(pair)) is not None]
     if not found:
         return closed
-    forward = {id(one.forward): one for one in found}
-    backward = {id(one.backward): one for one in found}
+    forward = {id(one.pair.forward): one for one in found}
+    backward = {id(one.pair.backward): one for one in found}
 
     def function(*arrays: Any) -> list[Any]:
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
@@ -73,8 +90,8 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
                 outputs, stacks[id(equation)] = at_line(equation, _forward, forward[id(equation)], inputs)
             elif id(equation) in backward:
                 loops = backward[id(equation)]
-                of = [read(values, x) for x in loops.forward.invars]
-                outputs = at_line(equation, _backward, loops, inputs, of, stacks[id(loops.forward)])
+                of = [read(values, x) for x in loops.pair.forward.invars]
+                outputs = at_line(equation, _backward, loops, inputs, of, stacks[id(loops.pair.forward)])
             else:
                 outputs = applied(equation, inputs)
             values.update(zip(equation.outvars, outputs, strict=True))
@@ -83,8 +100,8 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
     return jax.make_jaxpr(function)(*arrays)
 
 
-def _loops(jaxpr: core.Jaxpr) -> Iterator[_Loops]:
-    """The loops with backward loops that read more bytes than they need."""
+def pairs_in(jaxpr: core.Jaxpr) -> Iterator[Pair]:
+    """The loops of a straight jaxpr with their backward loops, each in one pair."""
     readers: dict[Any, list[Equation]] = collections.defaultdict(list)
     for equation in jaxpr.eqns:
         for x in dict.fromkeys(variables(equation.invars)):
@@ -97,13 +114,11 @@ def _loops(jaxpr: core.Jaxpr) -> Iterator[_Loops]:
         reader = {x: readers[x][0] for x in stacked if len(readers[x]) == 1 and x not in results}
         for backward in scans:
             own = [x for x, equation in reader.items() if equation is backward]
-            is_pair = (
-                bool(own) and _are_steps_in_turn(forward, backward) and used.isdisjoint(map(id, (forward, backward)))
-            )
-            loops = _with_cut(forward, backward, own) if is_pair else None
-            if loops is not None:
+            if not own or not _are_steps_in_turn(forward, backward) or {id(forward), id(backward)} & used:
+                continue
+            if residuals := _residuals(forward, backward, own):
                 used |= {id(forward), id(backward)}
-                yield loops
+                yield Pair(forward, backward, residuals)
 
 
 def _are_steps_in_turn(forward: Equation, backward: Equation) -> bool:
@@ -112,21 +127,21 @@ def _are_steps_in_turn(forward: Equation, backward: Equation) -> bool:
     return a["length"] == b["length"] and a["reverse"] != b["reverse"] and not (forward.effects or backward.effects)
 
 
-def _with_cut(forward: Equation, backward: Equation, own: Sequence[Any]) -> _Loops | None:
+def _with_cut(pair: Pair) -> _Loops | None:
     """Both loops with what is stacked; None if that is no less."""
+    forward = pair.forward
     closed = core.ClosedJaxpr(*opened(forward.params["jaxpr"]))
     body = straight(closed, closed.in_avals)
-    residuals = _residuals(forward, backward, own)
-    if not residuals or not _has_known_sizes(body.jaxpr):
+    if not _has_known_sizes(body.jaxpr):
         return None
-    wanted = list(dict.fromkeys(variables(body.jaxpr.outvars[i] for i in residuals)))
+    wanted = list(dict.fromkeys(variables(body.jaxpr.outvars[i] for i in pair.residuals)))
     carried = body.jaxpr.invars[num_constants(forward) :][: num_carried(forward)]
     given = [*body.jaxpr.constvars, *(x for x in body.jaxpr.invars if x not in carried)]
     makers = {x: e for e in body.jaxpr.eqns if _is_computed_again(e) for x in e.outvars}
     stacked = cut(wanted, makers, given)
     if sum(map(_bytes, stacked)) >= sum(map(_bytes, wanted)):
         return None
-    return _Loops(forward, backward, body, residuals, stacked, _between(stacked, wanted, makers, body.jaxpr))
+    return _Loops(pair, body, stacked, _between(stacked, wanted, makers, body.jaxpr))
 
 
 def _is_computed_again(equation: Equation) -> bool:
@@ -134,7 +149,7 @@ def _is_computed_again(equation: Equation) -> bool:
 
 
 def _residuals(forward: Equation, backward: Equation, own: Sequence[Any]) -> dict[int, list[int]]:
-    """`_Loops.residuals` of these results of the forward loop: those that the backward loop reads step by step."""
+    """`Pair.residuals` of these results of the forward loop: those that the backward loop reads step by step."""
     first = num_constants(backward) + num_carried(backward)
     arguments: dict[Any, list[int]] = collections.defaultdict(list)
     for i, x in enumerate(backward.invars):
@@ -234,8 +249,8 @@ def _bytes(x: Any) -> int:
 
 def _forward(loops: _Loops, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
     """The results of the loop, None for its residuals; and what is stacked in their place."""
-    body, carried, consts = loops.body, num_carried(loops.forward), num_constants(loops.forward)
-    others = [i for i in range(carried, len(loops.forward.outvars)) if i not in loops.residuals]
+    body, forward, others = loops.body, loops.pair.forward, loops.pair.others
+    carried, consts = num_carried(forward), num_constants(forward)
 
     def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         arguments = [*body.consts, *inputs[:consts], *carry, *xs]
@@ -244,8 +259,8 @@ def _forward(loops: _Loops, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[
         outputs = [read(values, x) for x in body.jaxpr.outvars]
         return outputs[:carried], ([outputs[i] for i in others], [values[x] for x in loops.stacked])
 
-    carry, (ys, stacks) = _scan(loops.forward, step, inputs[consts:][:carried], list(inputs[consts + carried :]))
-    results: list[Any] = [*carry, *[None] * (len(loops.forward.outvars) - carried)]
+    carry, (ys, stacks) = scanned(forward, step, inputs[consts:][:carried], list(inputs[consts + carried :]))
+    results: list[Any] = [*carry, *[None] * (len(forward.outvars) - carried)]
     for i, y in zip(others, ys, strict=True):
         results[i] = y
     return results, stacks
@@ -253,12 +268,12 @@ def _forward(loops: _Loops, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[
 
 def _backward(loops: _Loops, inputs: Sequence[Any], of: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
     """The results of the backward loop; `of` are the arguments of the forward loop."""
-    equation, body = loops.backward, loops.body
+    equation, body = loops.pair.backward, loops.body
     carried, consts = num_carried(equation), num_constants(equation)
     first = consts + carried
-    made = {i: body.jaxpr.outvars[number] for number, arguments in loops.residuals.items() for i in arguments}
+    made = {i: body.jaxpr.outvars[number] for number, arguments in loops.pair.residuals.items() for i in arguments}
     own = [i for i in range(first, len(inputs)) if i not in made]
-    unstacked = num_constants(loops.forward)
+    unstacked = num_constants(loops.pair.forward)
     needed = set(variables(x for e in loops.again for x in e.invars)) | set(variables(made.values()))
     known = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
     known |= zip(body.jaxpr.invars[:unstacked], of[:unstacked], strict=True)
@@ -276,10 +291,11 @@ def _backward(loops: _Loops, inputs: Sequence[Any], of: Sequence[Any], stacks: S
         return outputs[:carried], outputs[carried:]
 
     stacked = [inputs[i] for i in own], [of[i] for i in beside], list(stacks)
-    carry, ys = _scan(equation, step, inputs[consts:first], stacked)
+    carry, ys = scanned(equation, step, inputs[consts:first], stacked)
     return [*carry, *ys]
 
 
-def _scan(equation: Equation, step: Any, carry: Sequence[Any], xs: Any) -> Any:
+def scanned(equation: Equation, step: Any, carry: Sequence[Any], xs: Any) -> Any:
+    """`lax.scan` of a step in the place of a loop's own."""
     params = equation.params
     return lax.scan(step, list(carry), xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])

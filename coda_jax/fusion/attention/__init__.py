@@ -10,6 +10,7 @@ functions     curves of scores, and what is added to them by position, as a scor
 layout        which atoms are batch, rows, heads, keys; q, k and v in front of their transposes and repeats
 call          the call of `coda.attention` that a site becomes, with the original's value where a row sees nothing
 gradient      the backward pass of a site in a function that JAX has differentiated
+in_loops      the same in a loop and its backward loop
 masks_inside  masks that are made once, in the bodies that read them
 cudnn         calls of cuDNN's attention, written out to be found
 rule          finds the sites of a jaxpr and replaces them

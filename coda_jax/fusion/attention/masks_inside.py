@@ -16,6 +16,7 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Equation, variables
 from coda_jax.fusion.makers import Makers
+from coda_jax.fusion.residuals import pairs_in
 from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, straight
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
@@ -52,10 +53,14 @@ class _Made:
 
 
 def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """A straight jaxpr whose loops and checkpoints with a softmax make large arrays of smaller ones themselves."""
-    holding: list[Equation] = [e for e in closed.jaxpr.eqns if _may_hold_attention(e)]
+    """A straight jaxpr whose loops and checkpoints with a softmax make large arrays of smaller ones themselves.
+
+    So do the backward loops of such loops.
+    """
+    holding: list[Equation] = [e for e in closed.jaxpr.eqns if may_hold_attention(e)]
     if not holding:
         return closed
+    holding += [pair.backward for pair in pairs_in(closed.jaxpr) if may_hold_attention(pair.forward)]
     makers = Makers(closed.jaxpr)
     moved = {id(equation): found for equation in holding if (found := _moved(equation, makers))}
     if not moved:
@@ -77,7 +82,7 @@ def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return straight(jax.make_jaxpr(function)(*closed.in_avals), closed.in_avals, opens_inner=False)
 
 
-def _may_hold_attention(equation: Equation) -> bool:
+def may_hold_attention(equation: Equation) -> bool:
     """True for a loop or a checkpoint with an exponential and two products of batches, or with cuDNN's attention."""
     if equation.primitive.name not in CHECKPOINTS | {"scan"}:
         return False
