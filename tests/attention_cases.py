@@ -197,7 +197,7 @@ def _of_gradient(x, scale, z, cos, sin, factor, width, dtype, sums):
 
 
 class OfGradients(NamedTuple):
-    """What is made of the gradients.
+    """The maps that are made of the gradients.
 
     Attributes:
       is_turned: whether q and k are turned.
