@@ -588,9 +588,8 @@ struct Backward {
   /// and has_values, whose columns they have.
   template <class Of>
   __device__ __forceinline__ int columns_of(int count) const {
-    return (Of::has_queries && count > 0 ? p.heads * Config::head : 0) +
-           (Of::has_keys && count > 1 ? p.key_heads * Config::head : 0) +
-           (Of::has_values && count > 2 ? p.key_heads * Config::value_head : 0);
+    const int heads = (Of::has_queries ? p.heads : 0) + (Of::has_keys && count > 1 ? p.key_heads : 0);
+    return heads * Config::head + (Of::has_values && count > 2 ? p.key_heads * Config::value_head : 0);
   }
 
   /// Stores the maps of dk (1) or dv (2).
