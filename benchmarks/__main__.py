@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import cases, peers, programs, results, timing
 from benchmarks.lab.machine_code import resource_usage
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from coda_jax.tiles.constants import tiles_by
 
 Timer = Callable[[Mapping[str, Callable[[], Any]]], dict[str, timing.Times]]
@@ -117,7 +118,7 @@ def _compile_report() -> None:
     print(f"{'program':24}{'NVRTC s':>9}{'registers':>11}{'spilled bytes':>15}")
     for name, program in programs.PROGRAMS.items():
         source = programs.kernel_source(program, m=4096, n=program.columns(4096), k=4096)
-        compiled = ffi.compile(source + f"// compiled afresh {datetime.datetime.now()}\n", name)
+        compiled = ffi.compile(source + f"// compiled afresh {datetime.datetime.now()}\n", name, SM90.target)
         # NVRTC keeps what it has assembled, and then reports no registers, though warnings it repeats.
         usage = resource_usage(compiled.log) if " registers" in compiled.log else None
         found = f"{usage.registers:11}{usage.spilled_bytes:15}" if usage else f"{'-':>11}{'-':>15}"

@@ -30,7 +30,8 @@ import coda_jax as coda
 from benchmarks import alone, compare, peers, results, timing
 from benchmarks.grouped import normal
 from benchmarks.train_step import use_whole_gpu
-from coda_jax.tiles.config import UNPROMOTED_K, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 
 E4M3 = jnp.float8_e4m3fn
 PARTS = ("products", "results", "mlp")
@@ -113,7 +114,7 @@ def products(m: int, n: int, k: int, gemm: Callable[..., Any], cache_bytes: floa
     wide, narrow = (lambda x: x[:2]), (lambda x: x[2:])
     made.add("coda_bf16", ours, wide)
     made.add("coda", ours, narrow)
-    if k > UNPROMOTED_K:
+    if k > SM90.unpromoted_k:
         made.add("coda_unpromoted", functools.partial(ours, config=GemmConfig(promote=False)), narrow)
     made.add("xla_bf16", xla, wide)
     made.add("xla", xla, narrow)

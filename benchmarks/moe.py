@@ -38,7 +38,8 @@ from benchmarks.grouped import Case
 from benchmarks.grouped_forms import Form
 from benchmarks.grouped_timing import REFERENCE, Part, measure
 from benchmarks.train_step import use_whole_gpu
-from coda_jax.tiles.config import TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 
 PARTS = ("products", "experts", "layer")
 COLUMNS = (
@@ -116,7 +117,7 @@ def _asked(name: str, options: argparse.Namespace) -> bool:
 
 def tile_configs(chosen: Sequence[str] = ()) -> dict[str, GemmConfig]:
     """Every tile and cluster by its name, "128x192_2"; or those named."""
-    every = {f"{m}x{n}_{c}": GemmConfig(tile_m=m, tile_n=n, cluster_m=c) for m, n in TILES for c in (1, 2)}
+    every = {f"{m}x{n}_{c}": GemmConfig(tile_m=m, tile_n=n, cluster_m=c) for m, n in SM90.tiles for c in (1, 2)}
     return {name: every[name] for name in chosen} if chosen else every
 
 

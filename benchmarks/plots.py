@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import results
 from benchmarks.lab import tile_losses
 from benchmarks.report_tables import EPILOGUE_LABELS
-from coda_jax.tiles.chips import chip_of
+from coda_jax.tiles.arch import chip_of
 from coda_jax.tiles.constants import by_time, constants_for
 
 matplotlib.use("Agg")

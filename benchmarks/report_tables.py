@@ -459,8 +459,8 @@ def sharded_kernels(rows: Sequence[Row]) -> str:
 def overlap(rows: Sequence[Row]) -> str:
     text = (
         "The gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU, beside a gather of a layer's "
-        "weights (436 MB) or a float32 reduce-scatter of their gradients, wall clock. *Yields*: `YIELD_NANOSECONDS` "
-        "of `coda_jax/tiles/constants.py`, 0 for thread blocks that stay until no tile is left to claim. *Over the "
+        "weights (436 MB) or a float32 reduce-scatter of their gradients, wall clock. *Yields*: `yield_nanoseconds` "
+        "of `coda_jax/tiles/arch.py`, 0 for thread blocks that stay until no tile is left to claim. *Over the "
         "longer*: the time over that of the longer one alone.\n\n"
     )
     lines = []

@@ -34,8 +34,8 @@ from benchmarks import hlo, plain_llama, results, timing
 from benchmarks.beside import by_class, kernels, overlap
 from benchmarks.train_step import check, compile_all, kernel_class
 from benchmarks.variants import LLAMA_3_1B, LLAMA_3_8B, TINY, VARIANTS, Parameters, Setting, Variant, form_of
-from coda_jax.lowering import kernel, launch
-from coda_jax.tiles.constants import YIELD_NANOSECONDS
+from coda_jax.lowering import launch
+from coda_jax.tiles import arch
 from flax_layers import LlamaConfig, sharding
 
 MODELS = {"1b": LLAMA_3_1B, "8b": LLAMA_3_8B}
@@ -129,7 +129,8 @@ def each_once(yields: str) -> list[int]:
 
 def yielding(nanoseconds: int) -> contextlib.AbstractContextManager[Any]:
     """Thread blocks of products that are compiled inside end after so long; 0: at the product's end."""
-    return mock.patch.object(kernel, "YIELD_NANOSECONDS", nanoseconds)
+    changed = dataclasses.replace(arch.SM90, yield_nanoseconds=nanoseconds)
+    return mock.patch.object(arch, "ARCHITECTURES", (changed,))
 
 
 def silent() -> contextlib.AbstractContextManager[Any]:
@@ -258,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--param-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--model", default="1b", choices=MODELS, help="a Llama 3, default 1b")
-    parser.add_argument("--yields", default=str(YIELD_NANOSECONDS), help="values of YIELD_NANOSECONDS")
+    parser.add_argument("--yields", default=str(arch.SM90.yield_nanoseconds), help="values of `Arch.yield_nanoseconds`")
     parser.add_argument("--silent", action="store_true", help="also fused variants that tell XLA no latencies")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU runs in seconds")
     options = parser.parse_args(arguments)

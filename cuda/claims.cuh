@@ -7,8 +7,6 @@
 
 namespace coda {
 
-constexpr int multiprocessors = 132;  // of an H100 or H200
-
 /// A cluster's claims in shared memory: for its i-th piece of work an mbarrier and the tile's number. The producer of
 /// the first CTA reads numbers from a counter in global memory, 0 when the kernel starts, and sends each to all CTAs of
 /// the cluster. Readers do not acknowledge: a slot is used again `slots` pieces later, and the producer cannot be that

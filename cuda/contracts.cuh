@@ -46,6 +46,7 @@ namespace coda {
   value(bool, keeps_tables)                                \
   value(Ragged, ragged)                                    \
   value(int, groups) value(int, offsets)                   \
+  value(int, multiprocessors)                              \
   value(bool, transpose_a) value(bool, transpose_b)        \
   value(bool, a_batched) value(bool, b_batched)            \
   value(int, shared_bytes)

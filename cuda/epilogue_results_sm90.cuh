@@ -190,7 +190,7 @@ struct EpilogueResults {
       const int warps = static_cast<int>(gridDim.x) * consumers * consumer_warps;
       const int first = (static_cast<int>(blockIdx.x) * consumers + consumer) * consumer_warps + warp;
 #pragma unroll 1
-      for (int at = first + lane * warps; at < multiprocessors * consumers * consumer_warps; at += 32 * warps)
+      for (int at = first + lane * warps; at < Config::multiprocessors * consumers * consumer_warps; at += 32 * warps)
         static_cast<float*>(params.pointer[access.pointer])[at] = warp_total;
     });
   }

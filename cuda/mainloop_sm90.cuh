@@ -183,7 +183,7 @@ struct Gemm {
     constexpr int counter = sizeof(params.pointer) / sizeof(void*) - 1;
     if (rank != 0) return 0;
     const int total = scheduler.total(params.batch), later = scheduler.clusters() - scheduler.cluster();
-    const bool may_claim = later <= multiprocessors / Config::cluster_m || i * scheduler.clusters() < total;
+    const bool may_claim = later <= Config::multiprocessors / Config::cluster_m || i * scheduler.clusters() < total;
     return may_claim ? atomicAdd(static_cast<int*>(params.pointer[counter]), 1) : total;
   }
 

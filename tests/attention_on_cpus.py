@@ -24,7 +24,7 @@ def stand_in(monkeypatch, reason=None):
 
     def launch(name, arrays, results, yields):
         launches.append(yields)
-        call = ffi.LaunchCall(name=name, source="", threads=128, smem_bytes=0, grid=(0, 0, 1))
+        call = ffi.LaunchCall(name=name, source="", arch="", threads=128, smem_bytes=0, grid=(0, 0, 1))
         return ffi.launch_call(list(arrays), results, call)
 
     def forward(*arrays, spec, yields):

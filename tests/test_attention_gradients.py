@@ -20,6 +20,7 @@ from coda_jax.attend.spec import AttentionSpec, MaskSpec
 from coda_jax.epilogue import trace
 from coda_jax.graph import plan
 from coda_jax.jaxprs.walk import equations_of
+from coda_jax.tiles import arch
 from tests.attention_cases import (
     OF_GRADIENTS,
     UNBOUNDED,
@@ -187,7 +188,7 @@ def block(**options):
 @pytest.fixture
 def arrays(monkeypatch):
     """Arrays of a size that is enough for a GPU of one multiprocessor, so that dk and dv are no sums of parts."""
-    monkeypatch.setattr(kernel, "NUM_SMS", 1)
+    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, sms=1),))
     return block_arrays()
 
 
@@ -555,7 +556,7 @@ def test_maps_take_no_registers_of_the_loop(monkeypatch, name, width):
     spilled = []
     for made in (False, True):
         calls, _ = launches(monkeypatch, name, 2, 2176, 16, 8, width, made=made)
-        logs = [ffi.compile(call.source, "attention").log for call, _ in calls[1:]]
+        logs = [ffi.compile(call.source, "attention", arch.SM90.target).log for call, _ in calls[1:]]
         assert "serialized" not in "".join(logs)
         backward, of_dq = map(resource_usage, logs)
         spilled.append(backward.spilled_bytes)

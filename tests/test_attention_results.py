@@ -20,6 +20,7 @@ from coda_jax.attend.spec import AttentionSpec, MaskSpec
 from coda_jax.epilogue import trace
 from coda_jax.graph import plan
 from coda_jax.jaxprs.walk import equations_of
+from coda_jax.tiles.arch import SM90
 from tests.attention_cases import EPILOGUES, results_of
 from tests.attention_on_cpus import partitioned_on_cpus
 from tests.block_cases import thirds
@@ -289,7 +290,7 @@ def test_results_take_no_registers_of_the_loop(monkeypatch, name, width):
     usages = []
     for results in (None, results_of(name, 2 * 4096, 4 * width)):
         source, _ = compiled(monkeypatch, width, 4096, results)
-        log = ffi.compile(source, "attention").log
+        log = ffi.compile(source, "attention", SM90.target).log
         assert "serialized" not in log
         usages.append(resource_usage(log))
     plain, beside = usages

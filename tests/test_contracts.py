@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.programs import PROGRAMS, kernel_source
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from tests.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
@@ -49,7 +50,7 @@ def with_epilogue(text):
 def errors(source):
     """NVRTC's error messages, each with the line after it left out."""
     with pytest.raises(RuntimeError) as raised:
-        ffi.compile(source, "contract")
+        ffi.compile(source, "contract", SM90.target)
     return re.findall(r"error: (.*)", str(raised.value))
 
 
@@ -63,7 +64,7 @@ def without(struct, name):
 
 def test_the_whole_contract_compiles():
     assert set(MEMBERS) >= {"halves", "section", "tile_store", "head_pass"}
-    ffi.compile(with_epilogue(EPILOGUE), "contract")
+    ffi.compile(with_epilogue(EPILOGUE), "contract", SM90.target)
 
 
 @pytest.mark.parametrize("name", [*MEMBERS, "evaluate_heads", "evaluate"])

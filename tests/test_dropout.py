@@ -8,6 +8,7 @@ import pytest
 import coda_jax as coda
 from benchmarks.lab import machine_code
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from tests.nvrtc import needs_nvrtc
 from tests.test_fuse import largest_error
 
@@ -147,5 +148,5 @@ def test_the_compiler_knows_that_integers_wrap():
     types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 64), (64, 128))]
     types += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((128, 1), (128,))]
     (kernel,) = coda.explain(product, *types, platform="cuda", source=True).products
-    instructions = machine_code.disassembly(ffi.compile(kernel.source, "wraps").cubin)
+    instructions = machine_code.disassembly(ffi.compile(kernel.source, "wraps", SM90.target).cubin)
     assert any("0x12345677" in line for line in instructions)

@@ -14,7 +14,8 @@ import coda_jax as coda
 from coda_jax.epilogue import dtypes
 from coda_jax.lowering import addressing, kernel, row_function
 from coda_jax.lowering.launch import problem_of
-from coda_jax.tiles.config import ROW_BYTES, GemmConfig, tile_k
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig, tile_k
 from coda_jax.tiles.constants import CONSTANTS
 from coda_jax.tiles.cost_model import cost
 from coda_jax.tiles.table import expected_nanoseconds
@@ -82,7 +83,7 @@ def test_the_columns_of_the_table():
 
 
 def test_cuda_has_the_same_dtypes(tmp_path):
-    lines = ['#include "epilogue_abi.cuh"', f"static_assert(coda::factor_row_bytes == {ROW_BYTES});"]
+    lines = ['#include "epilogue_abi.cuh"', f"static_assert(coda::factor_row_bytes == {SM90.row_bytes});"]
     for number, row in enumerate(dtypes.TABLE.values()):
         dtype = f"coda::DType::{row.cuda}"
         lines.append(f"static_assert(int({dtype}) == {number} && coda::bytes_of({dtype}) == {row.bytes});")
@@ -126,7 +127,7 @@ def test_one_byte_with_twice_the_k_is_the_same_kernel(given, k):
     boxes = [np.reshape(call.maps, (-1, 6)) for call in (wide, narrow)]
     boxes[0][:2, 3] *= 2  # columns of a's and b's boxes, as bytes
     np.testing.assert_array_equal(*boxes)
-    assert list(boxes[1][:2, 3]) == [ROW_BYTES] * 2
+    assert list(boxes[1][:2, 3]) == [SM90.row_bytes] * 2
     assert "DType::e4m3;" in narrow.source and f"tile_k = {tile_k(FP8)};" in narrow.source
 
 

@@ -11,7 +11,7 @@ from coda_jax.epilogue.operand_kinds import HEAD_VECTOR
 from coda_jax.epilogue.trace import _WIDEST_HEAD
 from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.primitives.spec import CallOptions, GemmSpec
-from coda_jax.tiles.config import TILES
+from coda_jax.tiles.arch import SM90
 from tests.host_execution import HostPrograms
 from tests.test_epilogue_heads import acc_of, angles, turned, turned_neighbours
 
@@ -228,4 +228,4 @@ def test_one_row():
 
 
 def test_the_widest_head_that_is_tried_is_that_of_the_widest_tile():
-    assert max(tile_n for _, tile_n in TILES) == _WIDEST_HEAD
+    assert max(tile_n for _, tile_n in SM90.tiles) == _WIDEST_HEAD

@@ -13,6 +13,7 @@ from jax import lax
 import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.epilogue import emit, evaluate, trace
+from coda_jax.tiles.arch import SM90
 from tests.host_execution import HostPrograms
 from tests.tolerance import check_erfc
 
@@ -395,6 +396,6 @@ def test_every_program_compiles_for_hopper_without_spills():
             f'extern "C" __global__ void run_{i}(const Epilogue{i}::Element* in, Epilogue{i}::Result* out) '
             f"{{ p{i}::Epilogue::evaluate<0>(in[threadIdx.x], out[threadIdx.x]); }}\n"
         )
-    log = ffi.compile("".join(parts), "operations").log
+    log = ffi.compile("".join(parts), "operations", SM90.target).log
     assert log.count("Compiling entry function") == len(CASES)
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}

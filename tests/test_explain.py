@@ -15,6 +15,7 @@ import coda_jax as coda
 from benchmarks.lab.kernel_records import lowered
 from benchmarks.lab.machine_code import disassembly
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from coda_jax.tools import explain
 from tests.nvrtc import needs_nvrtc
 
@@ -153,7 +154,7 @@ def test_what_is_shown_is_what_is_compiled_but_for_names():
     programs = [lowered(functools.partial(coda.gemm, epilogue=f), A, WIDE, RSTD, BIAS) for f in functions]
     (compiled,) = {call.attributes["source"] for program in programs for call in program.calls}
     assert shown[0] != shown[1] and "scaled_gate_again" not in compiled and ".py" not in compiled
-    codes = [disassembly(ffi.compile(source, "shown").cubin) for source in (*shown, compiled)]
+    codes = [disassembly(ffi.compile(source, "shown", SM90.target).cubin) for source in (*shown, compiled)]
     assert codes[0] == codes[1] == codes[2]
 
 

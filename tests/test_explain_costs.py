@@ -21,7 +21,7 @@ from benchmarks.lab import explained
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.lowering.launch import problem_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.tiles import table
+from coda_jax.tiles import arch, table
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "explain.md"
 ROWS = 2 * 2 * 8192  # bytes of a column of an activation of the step
@@ -81,7 +81,7 @@ def test_a_named_device_has_its_table(tmp_path, monkeypatch):
         for options in ({"device": "H200"}, {"device": "H100"}, {"platform": "cuda"})
     ]
     assert tiles[0] == "64 x 256 (tuned)" and all("cost model" in tile for tile in tiles[1:])
-    assert table.named_device() is None
+    assert arch.named_device() is None
 
 
 @pytest.mark.parametrize("name", explained.DEVICES)

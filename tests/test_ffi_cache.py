@@ -10,6 +10,7 @@ import time
 import pytest
 
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from tests.compiler_cases import child, empty_compiler, entries, finish, preloaded, source
 from tests.nvrtc import needs_nvrtc
 
@@ -57,53 +58,53 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_second_process_reads_the_first_ones_entry(cache):
-    first = ffi.compile(source(2), "gemm[test]")
+    first = ffi.compile(source(2), "gemm[test]", SM90.target)
     cache()
-    second = ffi.compile(source(2), "gemm[test]")
+    second = ffi.compile(source(2), "gemm[test]", SM90.target)
     assert second.cached
     assert (second.cubin, second.log, second.seconds) == (first.cubin, first.log, first.seconds)
 
 
 @pytest.mark.parametrize("where", ["magic", "checksum", "cubin", "log", "sizes"])
 def test_damaged_entry_is_rebuilt(cache, where):
-    first = ffi.compile(source(2), "gemm[test]")
+    first = ffi.compile(source(2), "gemm[test]", SM90.target)
     folder = cache()
     (entry,) = entries(folder)
     data = bytearray(entry.read_bytes())
     data[{"magic": 0, "checksum": 9, "cubin": 96 + len(first.cubin) // 2, "log": -3, "sizes": 74}[where]] ^= 0x10
     entry.write_bytes(data)
-    rebuilt = ffi.compile(source(2), "gemm[test]")
+    rebuilt = ffi.compile(source(2), "gemm[test]", SM90.target)
     assert not rebuilt.cached
     assert rebuilt.cubin == first.cubin
     cache()
-    assert ffi.compile(source(2), "gemm[test]").cached
+    assert ffi.compile(source(2), "gemm[test]", SM90.target).cached
 
 
 @pytest.mark.parametrize("keep", [0, 7, 95, 97, -1])
 def test_truncated_entry_is_rebuilt(cache, keep):
-    first = ffi.compile(source(2), "gemm[test]")
+    first = ffi.compile(source(2), "gemm[test]", SM90.target)
     folder = cache()
     (entry,) = entries(folder)
     entry.write_bytes(entry.read_bytes()[:keep])
-    rebuilt = ffi.compile(source(2), "gemm[test]")
+    rebuilt = ffi.compile(source(2), "gemm[test]", SM90.target)
     assert not rebuilt.cached
     assert rebuilt.cubin == first.cubin
 
 
 def test_least_recently_used_entries_are_evicted(cache):
     folder = cache()
-    ffi.compile(source(0), "gemm[test]")
+    ffi.compile(source(0), "gemm[test]", SM90.target)
     bytes_each = entries(folder)[0].stat().st_size
-    ffi.compile(source(1), "gemm[test]")
-    ffi.compile(source(2), "gemm[test]")
+    ffi.compile(source(1), "gemm[test]", SM90.target)
+    ffi.compile(source(2), "gemm[test]", SM90.target)
     for age, number in ((300, 0), (200, 1), (100, 2)):
-        (entry,) = folder.glob(ffi.kernel_key(source(number)) + "*")
+        (entry,) = folder.glob(ffi.kernel_key(source(number), SM90.target) + "*")
         os.utime(entry, (time.time() - age, time.time() - age))
     cache(cache_limit_bytes=3 * bytes_each + bytes_each // 2)
-    assert ffi.compile(source(0), "gemm[test]").cached  # a use: number 1 is now the oldest
-    ffi.compile(source(3), "gemm[test]")
+    assert ffi.compile(source(0), "gemm[test]", SM90.target).cached  # a use: number 1 is now the oldest
+    ffi.compile(source(3), "gemm[test]", SM90.target)
     left = {path.name.partition("-")[0] for path in entries(folder)}
-    assert left == {ffi.kernel_key(source(number)) for number in (0, 2, 3)}
+    assert left == {ffi.kernel_key(source(number), SM90.target) for number in (0, 2, 3)}
 
 
 def test_only_files_of_ours_are_removed(cache):
@@ -135,7 +136,7 @@ def test_only_files_of_ours_are_removed(cache):
     fresh.write_bytes(b"codaj")
     (folder / (ours.replace("0", "2") + ".kernel")).mkdir()
     cache(cache_limit_bytes=1)
-    ffi.compile(source(2), "gemm[test]")
+    ffi.compile(source(2), "gemm[test]", SM90.target)
     left = {path.name for path in folder.iterdir() if path.is_file()}
     assert left == {*kept, ours + ".kernel", fresh.name}
 
@@ -148,7 +149,7 @@ def test_folder_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, capfd
         for _ in range(2):  # as two processes
             ffi._configure()
             for factor in (2, 3):
-                assert not ffi.compile(source(factor), "gemm[test]").cached
+                assert not ffi.compile(source(factor), "gemm[test]", SM90.target).cached
             err = capfd.readouterr().err  # CODA_JAX_QUIET is set
             assert err.count("\n") == bool(folder)
             assert not folder or ("coda_jax: compiled kernels are not kept" in err and os.path.dirname(folder) in err)
@@ -158,13 +159,13 @@ def test_folder_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, capfd
 
 def test_a_new_folder_is_its_users_alone(cache):
     folder = cache()
-    ffi.compile(source(2), "gemm[test]")
+    ffi.compile(source(2), "gemm[test]", SM90.target)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o775)  # an existing one stays as it is
-    ffi.compile(source(3), "gemm[test]")
+    ffi.compile(source(3), "gemm[test]", SM90.target)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o775
     cache()
-    assert ffi.compile(source(3), "gemm[test]").cached
+    assert ffi.compile(source(3), "gemm[test]", SM90.target).cached
 
 
 def link(entry: pathlib.Path) -> None:
@@ -187,13 +188,13 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
     ],
 )
 def test_entry_that_another_user_may_have_written_is_not_used(cache, capfd, spoil, why):
-    ffi.compile(source(2), "gemm[test]")
-    ffi.compile(source(3), "gemm[test]")
+    ffi.compile(source(2), "gemm[test]", SM90.target)
+    ffi.compile(source(3), "gemm[test]", SM90.target)
     folder = cache()
     for entry in entries(folder):
         spoil(entry)
-    assert not ffi.compile(source(2), "gemm[test]").cached
-    assert not ffi.compile(source(3), "gemm[test]").cached
+    assert not ffi.compile(source(2), "gemm[test]", SM90.target).cached
+    assert not ffi.compile(source(3), "gemm[test]", SM90.target).cached
     warning, *more = [line for line in capfd.readouterr().err.splitlines() if "is not used" in line]
     assert re.fullmatch(
         rf"coda_jax: {folder}/[0-9a-f]{{64}}-nvrtc\S+ is not used, its kernel compiles again: {why}", warning
@@ -205,7 +206,7 @@ def test_entry_that_another_user_may_have_written_is_not_used(cache, capfd, spoi
 def test_pipe_in_an_entrys_place_is_not_waited_for(tmp_path):
     code = f"""
         from coda_jax import ffi
-        print(ffi.compile({source(2)!r}, "gemm[test]").cached)
+        print(ffi.compile({source(2)!r}, "gemm[test]", "sm_90a").cached)
     """
     finish(child(code, tmp_path))
     (entry,) = entries(tmp_path)
@@ -218,23 +219,23 @@ def test_pipe_in_an_entrys_place_is_not_waited_for(tmp_path):
 
 def test_entry_under_another_kernels_name_is_not_used(cache):
     """Whoever may write the folder can rename a user's own entries."""
-    ffi.compile(source(2), "gemm[test]")
-    expected = ffi.compile(source(3), "gemm[test]").cubin
+    ffi.compile(source(2), "gemm[test]", SM90.target)
+    expected = ffi.compile(source(3), "gemm[test]", SM90.target).cubin
     folder = cache()
-    (two,) = folder.glob(ffi.kernel_key(source(2)) + "*")
-    (three,) = folder.glob(ffi.kernel_key(source(3)) + "*")
+    (two,) = folder.glob(ffi.kernel_key(source(2), SM90.target) + "*")
+    (three,) = folder.glob(ffi.kernel_key(source(3), SM90.target) + "*")
     two.rename(three)
-    compiled = ffi.compile(source(3), "gemm[test]")
+    compiled = ffi.compile(source(3), "gemm[test]", SM90.target)
     assert not compiled.cached
     assert compiled.cubin == expected
 
 
 def test_entry_that_claims_to_be_larger_than_the_cache_is_not_read(cache):
-    ffi.compile(source(2), "gemm[test]")
+    ffi.compile(source(2), "gemm[test]", SM90.target)
     folder = cache()
     (entry,) = entries(folder)
     os.truncate(entry, 1 << 42)  # reading it would take all memory
-    assert not ffi.compile(source(2), "gemm[test]").cached
+    assert not ffi.compile(source(2), "gemm[test]", SM90.target).cached
 
 
 def test_whatever_the_file_system_answers_is_a_miss(tmp_path):
@@ -247,7 +248,7 @@ def test_whatever_the_file_system_answers_is_a_miss(tmp_path):
             for fails in ["", call, call, ""] if is_there else [call, call]:
                 os.environ["FAILS"] = fails
                 ffi._configure()
-                print(f"{fails}:{ffi.compile(text % i, 'gemm[test]').cached}")
+                print(f"{fails}:{ffi.compile(text % i, 'gemm[test]', 'sm_90a').cached}")
     """
     out, err = finish(child(code, tmp_path, **preloaded(tmp_path, STALE)))
     missed = {call: [f"{call}:False"] * 2 for call in ("open", "read", "write", "rename")}
@@ -302,13 +303,13 @@ ssize_t write(int file, const void* data, size_t size) {
 
 def test_names_that_others_have_taken_keep_no_kernel_from_being_kept(cache):
     """Processes of several containers have one number, and each counts from 0; what a killed one wrote is left."""
-    ffi.compile(source(2), "gemm[test]")
+    ffi.compile(source(2), "gemm[test]", SM90.target)
     folder = cache()
     (entry,) = entries(folder)
     for number in range(1000):
         (folder / f"{entry.stem}.{os.getpid()}.{number}.temporary").touch()
     entry.unlink()
-    ffi.compile(source(2), "gemm[test]")
+    ffi.compile(source(2), "gemm[test]", SM90.target)
     assert entries(folder) == [entry]
 
 
@@ -317,7 +318,7 @@ def test_a_temporary_file_that_is_there_is_left_alone(tmp_path):
     """Another name is tried; two processes of one number never have the same."""
     code = f"""
         from coda_jax import ffi
-        ffi.compile({source(2)!r}, "gemm[test]")
+        ffi.compile({source(2)!r}, "gemm[test]", "sm_90a")
     """
     environment = preloaded(tmp_path, LEFTOVERS, TAKEN="3")
     names = []
@@ -335,7 +336,7 @@ def test_a_temporary_file_that_is_there_is_left_alone(tmp_path):
 def test_leftovers_go_where_they_fill_the_disk(tmp_path):
     code = f"""
         from coda_jax import ffi
-        ffi.compile({source(2)!r}, "gemm[test]")
+        ffi.compile({source(2)!r}, "gemm[test]", "sm_90a")
     """
     leftover = tmp_path / ("0123456789abcdef" * 4 + "-nvrtc13.0.0123456789abcdef.temporary")
     environment = preloaded(tmp_path, LEFTOVERS, TAKEN="0", FULL=str(leftover))
@@ -354,7 +355,7 @@ def test_folder_stays_where_it_was(tmp_path, setting):
         import os
         from coda_jax import ffi
         os.chdir("/")
-        ffi.compile({source(2)!r}, "gemm[test]")
+        ffi.compile({source(2)!r}, "gemm[test]", "sm_90a")
         print(ffi.cache_directory())
     """
     environment = {"CODA_JAX_CACHE_DIR": setting, "CODA_JAX_DUMP_DIR": setting + "/dump", "HOME": str(tmp_path)}
@@ -381,7 +382,8 @@ RACE = """
     from coda_jax import ffi
     sys.stdin.readline()
     for i in range(6):
-        compiled = ffi.compile(f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}', "gemm[race]")
+        text = f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}'
+        compiled = ffi.compile(text, "gemm[race]", "sm_90a")
         assert compiled.cubin.startswith(b"\\x7fELF")
     print("done")
 """
@@ -406,7 +408,7 @@ def test_killed_process_leaves_no_bad_entry(tmp_path, cache):
         from coda_jax import ffi
         print("ready", flush=True)
         for i in range(10**6):
-            ffi.compile(f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}', "gemm[kill]")
+            ffi.compile(f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}', "gemm[kill]", "sm_90a")
     """
     for wait in (0.05, 0.16, 0.27):
         process = child(code, tmp_path / "cache")
@@ -417,4 +419,4 @@ def test_killed_process_leaves_no_bad_entry(tmp_path, cache):
     cache()
     for i in range(12):
         text = f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}'
-        assert ffi.compile(text, "gemm[kill]").cubin.startswith(b"\x7fELF")
+        assert ffi.compile(text, "gemm[kill]", SM90.target).cubin.startswith(b"\x7fELF")

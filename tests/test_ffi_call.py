@@ -13,6 +13,7 @@ import pytest
 from jax import export
 
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from tests.ffi_functions import DTYPES, Functions
 from tests.nvrtc import needs_nvrtc
 
@@ -25,6 +26,7 @@ def product(a, b, *, aliases=None, source=SOURCE, pointers=(2,)):
     call = ffi.GemmCall(
         name="gemm[test]",
         source=source,
+        arch=SM90.target,
         maps=[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128],
         pointers=pointers,
         transpose_a=False,
@@ -47,6 +49,7 @@ def launch(q, *, source=ATTENTION, aliases=None):
     call = ffi.LaunchCall(
         name="attention[test]",
         source=source,
+        arch=SM90.target,
         grid=[0, 1, 128, 0, 2, 1],
         threads=384,
         smem_bytes=100_000,
@@ -83,7 +86,7 @@ def test_custom_call_carries_everything():
         f"abi = {ffi.ABI} : i32",
         'arch = "sm_90a"',
         f'headers = "{ffi.headers_hash()}"',
-        f'key = "{ffi.kernel_key(SOURCE)}"',
+        f'key = "{ffi.kernel_key(SOURCE, SM90.target)}"',
         'name = "gemm[test]"',
         "maps = dense<[0, 1, 0, 64, 128, 128, 1, 1, 0, 64, 64, 128]> : tensor<12xi32>",
         "pointers = dense<2> : tensor<1xi32>",
@@ -108,7 +111,7 @@ def test_launch_carries_everything():
         f"abi = {ffi.ABI} : i32",
         'arch = "sm_90a"',
         f'headers = "{ffi.headers_hash()}"',
-        f'key = "{ffi.kernel_key(ATTENTION)}"',
+        f'key = "{ffi.kernel_key(ATTENTION, SM90.target)}"',
         'name = "attention[test]"',
         "grid = dense<[0, 1, 128, 0, 2, 1]> : tensor<6xi32>",
         "maps = dense<[0, 64, 128, 1, 64, 64]> : tensor<6xi32>",
@@ -135,17 +138,17 @@ def test_key_is_a_digest_of_all_that_a_kernel_is_made_from(length):
     """Exported programs carry it: another digest would be refused."""
     source = "é" + "x" * length
     digest = hashlib.sha256()
-    for part in (str(ffi.ABI), ffi.headers_hash(), *ffi._OPTIONS, ffi.ARCH, source):
+    for part in (str(ffi.ABI), ffi.headers_hash(), *ffi._OPTIONS, SM90.target, source):
         digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
-    assert ffi.kernel_key(source) == digest.hexdigest()
+    assert ffi.kernel_key(source, SM90.target) == digest.hexdigest()
 
 
 def test_key_is_the_same_where_kernels_are_dumped(tmp_path, monkeypatch):
     """An export may run where somebody looks at its kernels, though they have line information then."""
-    key = ffi.kernel_key(SOURCE)
+    key = ffi.kernel_key(SOURCE, SM90.target)
     monkeypatch.setenv("CODA_JAX_DUMP_DIR", str(tmp_path))
     ffi._configure()
-    assert ffi.kernel_key(SOURCE) == key
+    assert ffi.kernel_key(SOURCE, SM90.target) == key
     monkeypatch.undo()
     ffi._configure()
 
@@ -221,13 +224,13 @@ def test_program_of_another_version_is_refused(monkeypatch):
 def test_kernel_under_another_kernels_key_is_refused(monkeypatch):
     """Else the honest program would run it, now and, from the disk, later."""
     honest, other = SOURCE.replace("2", "2.5f"), SOURCE.replace("2", "3.5f")
-    key = ffi.kernel_key(honest)
+    key = ffi.kernel_key(honest, SM90.target)
     with monkeypatch.context() as forged:
         forged.setattr(ffi, "kernel_key", lambda source: key)
         lowered = jax.jit(lambda a, b: product(a, b, source=other)).lower(A, B)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"gemm\[test\]: .* key {key} is not that of its source"):
         lowered.compile()
-    assert ffi.compile(honest, "gemm[test]").cubin != ffi.compile(other, "gemm[test]").cubin
+    assert ffi.compile(honest, "gemm[test]", SM90.target).cubin != ffi.compile(other, "gemm[test]", SM90.target).cubin
     jax.jit(lambda a, b: product(a, b, source=honest)).lower(A, B).compile()
 
 

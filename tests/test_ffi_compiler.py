@@ -9,6 +9,7 @@ import time
 import pytest
 
 from coda_jax import ffi
+from coda_jax.tiles.arch import SM90
 from tests.compiler_cases import child, empty_compiler, entries, finish, slow_source, source
 from tests.nvrtc import needs_nvrtc
 
@@ -21,23 +22,23 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_cubin_and_log(cache):
-    compiled = ffi.compile(source(2), "gemm[test]")
+    compiled = ffi.compile(source(2), "gemm[test]", SM90.target)
     assert compiled.cubin.startswith(b"\x7fELF")
     assert "0 bytes spill stores" in compiled.log
     assert not compiled.cached
-    assert ffi.compile(source(2), "gemm[test]").cubin == compiled.cubin
+    assert ffi.compile(source(2), "gemm[test]", SM90.target).cubin == compiled.cubin
 
 
 def test_includes_the_kernel_headers(cache):
     name = next(iter(ffi.headers()))
     with pytest.raises(RuntimeError, match="no_such_header"):
-        ffi.compile('#include "no_such_header.cuh"', "gemm[test]")
-    assert ffi.compile(f'#include "{name}"\n' + source(2), "gemm[test]").cubin
+        ffi.compile('#include "no_such_header.cuh"', "gemm[test]", SM90.target)
+    assert ffi.compile(f'#include "{name}"\n' + source(2), "gemm[test]", SM90.target).cubin
 
 
 def test_compile_error_names_operator_and_shows_log(cache):
     with pytest.raises(RuntimeError, match=r"gemm\[broken\].*sm_90a") as caught:
-        ffi.compile("__global__ void f() { undeclared = 1; }", "gemm[broken]")
+        ffi.compile("__global__ void f() { undeclared = 1; }", "gemm[broken]", SM90.target)
     assert 'identifier "undeclared" is undefined' in str(caught.value)
     assert "gemm[broken].cu(1)" in str(caught.value)
 
@@ -57,10 +58,12 @@ def test_cold_kernels_compile_side_by_side(cache):
     """Counts threads that want a core: that does not depend on how busy the machine is, as time does."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
-    ffi.compile(source(1), "gemm[warm]")  # opens NVRTC
+    ffi.compile(source(1), "gemm[warm]", SM90.target)  # opens NVRTC
     for i in range(4):
-        ffi.compile_async(slow_source(i), "gemm[slow]")
-    waiting = threading.Thread(target=lambda: [ffi.compile(slow_source(i), "gemm[slow]") for i in range(4)])
+        ffi.compile_async(slow_source(i), "gemm[slow]", SM90.target)
+    waiting = threading.Thread(
+        target=lambda: [ffi.compile(slow_source(i), "gemm[slow]", SM90.target) for i in range(4)]
+    )
     waiting.start()
     samples = []
     while waiting.is_alive():
@@ -75,11 +78,11 @@ def test_a_job_is_compiled_once_however_often_it_is_queued(cache, capfd, monkeyp
     monkeypatch.setenv("CODA_JAX_QUIET", "0")
     cache()
     for _ in range(20):
-        ffi.compile_async(slow_source(3), "gemm[once]")
-    ffi.compile(slow_source(3), "gemm[once]")
+        ffi.compile_async(slow_source(3), "gemm[once]", SM90.target)
+    ffi.compile(slow_source(3), "gemm[once]", SM90.target)
     assert capfd.readouterr().err == "coda_jax: compiling gemm[once] for sm_90a\n"
     cache()
-    ffi.compile(slow_source(3), "gemm[once]")  # from disk: silent
+    ffi.compile(slow_source(3), "gemm[once]", SM90.target)  # from disk: silent
     assert capfd.readouterr().err == ""
 
 
@@ -89,9 +92,9 @@ def test_progress_says_how_many_wait(tmp_path):
         from coda_jax import ffi
         text = 'extern "C" __global__ void coda_gemm(float* x) { x[0] *= %d.5f; }'
         for i in range(20):
-            ffi.compile_async(text % i, f"gemm[{i}]")
+            ffi.compile_async(text % i, f"gemm[{i}]", "sm_90a")
         for i in range(20):
-            ffi.compile(text % i, f"gemm[{i}]")
+            ffi.compile(text % i, f"gemm[{i}]", "sm_90a")
     """
     _, err = finish(child(code, tmp_path, CODA_JAX_QUIET="0"))
     lines = err.splitlines()
@@ -106,7 +109,8 @@ def test_exit_with_a_full_queue_is_quick_and_clean(tmp_path):
     code = """
         from coda_jax import ffi
         for i in range(500):
-            ffi.compile_async(f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}', "gemm[exit]")
+            text = f'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= {i}.5f; }}'
+            ffi.compile_async(text, "gemm[exit]", "sm_90a")
     """
     process = child(code, tmp_path)
     _, err = finish(process)
@@ -117,25 +121,25 @@ def test_exit_with_a_full_queue_is_quick_and_clean(tmp_path):
 
 
 def test_dump_folder_gets_source_log_and_image(cache, tmp_path, monkeypatch):
-    without = ffi.compile(source(2), "gemm[shown]")
+    without = ffi.compile(source(2), "gemm[shown]", SM90.target)
     monkeypatch.setenv("CODA_JAX_DUMP_DIR", str(tmp_path))
     cache()
-    compiled = ffi.compile(source(2), "gemm[shown]")
+    compiled = ffi.compile(source(2), "gemm[shown]", SM90.target)
     assert b".debug_line" in compiled.cubin  # and the image that is kept has none
     assert b".debug_line" not in without.cubin
-    stem = tmp_path / f"gemm_shown_-{ffi.kernel_key(source(2))[:12]}"
+    stem = tmp_path / f"gemm_shown_-{ffi.kernel_key(source(2), SM90.target)[:12]}"
     assert stem.with_suffix(".cu").read_text() == source(2)
     assert stem.with_suffix(".log").read_text() == compiled.log
     assert stem.with_suffix(".cubin").read_bytes() == compiled.cubin
     cache()
-    assert ffi.compile(source(2), "gemm[shown]").cubin == compiled.cubin
+    assert ffi.compile(source(2), "gemm[shown]", SM90.target).cubin == compiled.cubin
 
 
 def test_dump_folder_that_cannot_be_written_is_said_once(cache, monkeypatch, capfd):
     monkeypatch.setenv("CODA_JAX_DUMP_DIR", "/proc/none")
     cache()
     for factor in (2, 3):
-        assert ffi.compile(source(factor), "gemm[shown]").cubin
+        assert ffi.compile(source(factor), "gemm[shown]", SM90.target).cubin
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("coda_jax: kernels are not written to CODA_JAX_DUMP_DIR: /proc/none/gemm_shown_-")
 
@@ -148,7 +152,7 @@ def test_missing_nvrtc_gives_a_reason(tmp_path):
         ffi._configure()
         print(ffi.unavailable_reason())
         try:
-            ffi.compile("", "gemm[test]")
+            ffi.compile("", "gemm[test]", "sm_90a")
         except RuntimeError as error:
             assert str(error) == ffi.unavailable_reason()
             print("raised")
@@ -173,6 +177,6 @@ def test_failed_job_is_tried_again(cache, tmp_path):
     missing = tmp_path / "late.cuh"
     text = f'#include "{missing}"\n' + source(3)
     with pytest.raises(RuntimeError, match=r"late\.cuh"):
-        ffi.compile(text, "gemm[test]")
+        ffi.compile(text, "gemm[test]", SM90.target)
     missing.write_text("")
-    assert ffi.compile(text, "gemm[test]").cubin
+    assert ffi.compile(text, "gemm[test]", SM90.target).cubin

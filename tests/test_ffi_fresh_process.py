@@ -32,7 +32,7 @@ def product(a, b):
         [a, b], [jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)], ffi.GemmCall(
             name="gemm[elsewhere]", source='extern "C" __global__ void coda_gemm(float* x) { x[0] = 1; }', maps=[],
             pointers=[0, 1, 2], transpose_a=False, transpose_b=False, tile_m=128, tile_n=128, halves=1, cluster_m=1,
-            threads=128, smem_bytes=0,
+            arch="sm_90a", threads=128, smem_bytes=0,
         )
     )
 """

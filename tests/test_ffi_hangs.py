@@ -15,9 +15,9 @@ def test_child_forked_between_compilations_compiles(tmp_path):
         import os
         from coda_jax import ffi
         text = 'extern "C" __global__ void coda_gemm(float* x) { x[0] *= %d.5f; }'
-        ffi.compile(text % 0, "gemm[fork]")
+        ffi.compile(text % 0, "gemm[fork]", "sm_90a")
         pid = os.fork()
-        ok = all(ffi.compile(text % i, "gemm[fork]").cubin for i in range(4))
+        ok = all(ffi.compile(text % i, "gemm[fork]", "sm_90a").cubin for i in range(4))
         if pid == 0:
             os._exit(0 if ok else 1)
         print(os.waitpid(pid, 0)[1])
@@ -34,7 +34,7 @@ FORK = """
         pid = os.fork()
         if pid == 0:
             try:
-                print(ffi.compile(text, "gemm[fork]").cached, flush=True)
+                print(ffi.compile(text, "gemm[fork]", "sm_90a").cached, flush=True)
             except RuntimeError as error:
                 told = "spawn" in str(error) and str(error) == ffi.unavailable_reason()
                 print("refused" if told else error, flush=True)
@@ -49,14 +49,14 @@ FORK = """
 def test_child_forked_while_a_kernel_compiles_is_told_to_spawn(tmp_path):
     """NVRTC's locks are held there for ever. What is on disk is there for the child all the same."""
     code = f"""
-        ffi.compile(text % 0, "gemm[fork]")
+        ffi.compile(text % 0, "gemm[fork]", "sm_90a")
         reading, writing = os.pipe()
         os.dup2(writing, 2)
-        ffi.compile_async({slow_source(0)!r}, "gemm[slow]")
+        ffi.compile_async({slow_source(0)!r}, "gemm[slow]", "sm_90a")
         assert b"gemm[slow]" in os.read(reading, 1000)  # it compiles now
         for i in range(2):
             os.waitpid(in_a_child(text % i), 0)
-        ffi.compile({slow_source(0)!r}, "gemm[slow]")
+        ffi.compile({slow_source(0)!r}, "gemm[slow]", "sm_90a")
         os.waitpid(in_a_child(text % 2), 0)
     """
     out, err = finish(child(textwrap.dedent(FORK) + textwrap.dedent(code), tmp_path, CODA_JAX_QUIET="0"))
@@ -67,7 +67,7 @@ def test_child_forked_while_a_kernel_compiles_is_told_to_spawn(tmp_path):
 def test_child_forked_while_nvrtc_is_opened_is_told_to_spawn(tmp_path):
     code = f"""
         begin = time.monotonic()
-        ffi.compile_async({slow_source(0)!r}, "gemm[slow]")
+        ffi.compile_async({slow_source(0)!r}, "gemm[slow]", "sm_90a")
         children = []
         for delay in (0, 0.003, 0.01, 0.03, 0.1):
             time.sleep(max(0, begin + delay - time.monotonic()))
@@ -105,11 +105,11 @@ def test_where_no_thread_can_be_started_kernels_compile_all_the_same(tmp_path, t
         text = 'extern "C" __global__ void coda_gemm(float* x) {{ x[0] *= %d.5f; }}'
         os.environ["THREADS"] = "{threads}"
         for i in range(4):
-            ffi.compile_async(text % i, "gemm[alone]")
+            ffi.compile_async(text % i, "gemm[alone]", "sm_90a")
         for i in range(6):
-            assert ffi.compile(text % i, "gemm[alone]").cubin
+            assert ffi.compile(text % i, "gemm[alone]", "sm_90a").cubin
         ffi._ffi.shutdown()
-        assert ffi.compile(text % 6, "gemm[alone]").cubin
+        assert ffi.compile(text % 6, "gemm[alone]", "sm_90a").cubin
         print("done")
     """
     out, err = finish(child(code, tmp_path, **preloaded(tmp_path, NO_THREADS)))

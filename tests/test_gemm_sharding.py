@@ -1,5 +1,6 @@
 """coda.gemm inside shard_map with checked types, on CPU devices."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -14,8 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
 from coda_jax.lowering import cuda, kernel, launch, row_function
-from coda_jax.tiles.config import TILES
-from coda_jax.tiles.constants import NUM_SMS
+from coda_jax.tiles import arch
 from coda_jax.tiles.traffic import CLAIMS_BYTES
 from tests.gemm_cases import assert_close, jit, total
 from tests.nvrtc import kernels, needs_nvrtc
@@ -244,7 +244,7 @@ def kernel_of(program, tile):
     return kernel.lower([*types, *operands], spec, config, yields=True), config
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", arch.SM90.tiles, ids=str)
 def test_a_turn_takes_about_a_millisecond(tile):
     """At 700 TFLOP/s of 132 multiprocessors: a collective waits so long, or twice, for a place beside a product."""
     found, config = kernel_of("identity", tile)
@@ -253,25 +253,24 @@ def test_a_turn_takes_about_a_millisecond(tile):
 
 
 @pytest.mark.parametrize("program", ["identity", "column_sum", "residual_sumsq"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", arch.SM90.tiles, ids=str)
 def test_claims_have_a_place_in_shared_memory(tile, program, monkeypatch):
     """A kernel's blocks have tiles of their own where a block's shared memory ends before the claims."""
     found, _ = kernel_of(program, tile)
     needed = found.call.smem_bytes
     assert "claims = true" in found.call.source
     for end, claims in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(kernel, "SHARED_BYTES_PER_BLOCK", end)
+        monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, shared_bytes=end),))
         found, _ = kernel_of(program, tile)
         assert (f"claims = {str(claims).lower()}" in found.call.source) and (found.call.flags >= 0) is claims
         assert found.call.smem_bytes <= end
 
 
 def test_claims_are_as_the_kernel_has_them():
-    """Their bytes, and how many multiprocessors a device has, stand in cuda/claims.cuh too."""
+    """Their bytes stand in cuda/claims.cuh too."""
     text = (pathlib.Path(__file__).parents[1] / "cuda" / "claims.cuh").read_text()
     slots, slot_bytes = map(int, re.search(r"slots = (\d+), bytes = (\d+) \* slots", text).group(1, 2))
     assert slots * slot_bytes == CLAIMS_BYTES
-    assert int(re.search(r"multiprocessors = (\d+)", text)[1]) == NUM_SMS
 
 
 @needs_nvrtc

@@ -13,7 +13,8 @@ from coda_jax import ffi
 from coda_jax.epilogue import ByGroup, trace
 from coda_jax.operators.feed_forward import gated
 from coda_jax.primitives.axes import Dimension
-from coda_jax.tiles.config import TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 from tests.nvrtc import needs_nvrtc
 
 pytestmark = needs_nvrtc
@@ -75,7 +76,7 @@ def kernel(name, tile=None, cluster_m=None, *, ragged=Dimension.M, groups=GROUPS
 
 def usage(*args, **kwargs):
     made = kernel(*args, **kwargs)
-    log = ffi.compile(made.call.source, made.call.name).log
+    log = ffi.compile(made.call.source, made.call.name, SM90.target).log
     assert "serialized" not in log  # wgmma, where the assembler does not see through a call
     found = resource_usage(log)
     assert found.registers <= 168  # of 65536 for the block's 384 threads
@@ -96,7 +97,7 @@ SOME = {("kept_gate", None, 2), ("back_through_gate", None, 2), ("scaled", (128,
 FORMS = [
     pytest.param(name, tile, cluster_m, marks=[pytest.mark.slow] * ((name, tile, cluster_m) not in SOME))
     for name in EPILOGUES
-    for tile in (None, *TILES)
+    for tile in (None, *SM90.tiles)
     for cluster_m in (1, 2)
     if not (name == "kept_gate" and tile in HALVES_ARE_NO_CHUNKS)
 ]
@@ -108,7 +109,7 @@ def test_registers_suffice(name, tile, cluster_m):
 
 
 @pytest.mark.parametrize("cluster_m", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tile", [None, *(pytest.param(tile, marks=pytest.mark.slow) for tile in TILES)], ids=str)
+@pytest.mark.parametrize("tile", [None, *(pytest.param(tile, marks=pytest.mark.slow) for tile in SM90.tiles)], ids=str)
 def test_registers_suffice_with_k_in_groups(tile, cluster_m):
     assert usage("identity", tile, cluster_m, ragged=Dimension.K).spilled_bytes == 0
 

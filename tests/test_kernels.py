@@ -10,7 +10,8 @@ from jax import lax
 from benchmarks.lab.machine_code import disassembly, machine_instructions, resource_usage
 from benchmarks.programs import PROGRAMS, Program, kernel_source
 from coda_jax import ffi
-from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 from tests.nvrtc import needs_nvrtc
 
 # Bytes a thread stores and loads once a tile, none of it in the loops: an address that waits for its turn while a long
@@ -44,7 +45,7 @@ programs = pytest.mark.parametrize(
 @programs
 def test_registers_suffice(name):
     program = PROGRAMS[name]
-    log = ffi.compile(kernel_source(program, m=4096, n=program.columns(4096), k=4096), name).log
+    log = ffi.compile(kernel_source(program, m=4096, n=program.columns(4096), k=4096), name, SM90.target).log
     usage = resource_usage(log)
     assert usage.registers <= 168  # of 65536 for the block's 384 threads
     assert usage.spilled_bytes <= SPILLED.get(name, 0)
@@ -56,7 +57,7 @@ def test_claiming_tiles_takes_no_more_registers(name):
     program = PROGRAMS[name]
     source = kernel_source(program, m=16384, n=program.columns(4096), k=4096, yields=True)
     assert "claims = true" in source
-    usage = resource_usage(ffi.compile(source, name).log)
+    usage = resource_usage(ffi.compile(source, name, SM90.target).log)
     assert usage.registers <= 168
     assert usage.spilled_bytes <= SPILLED.get(name, 0) + 8
 
@@ -89,14 +90,16 @@ LONG = {
 def test_the_instruction_cache_holds_long_epilogues(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1])
     source = kernel_source({**PROGRAMS, **LONG}[name], 4096, 4096, 4096, config=config)
-    assert machine_instructions(ffi.compile(source, name).cubin) <= CACHED
+    assert machine_instructions(ffi.compile(source, name, SM90.target).cubin) <= CACHED
 
 
 @programs
 def test_column_passes_spill_little(name):
     is_one_head = name in ("rotary_256", "qk_norm_rotary_192")  # the tile
     config = None if is_one_head else GemmConfig(tile_m=128, column_passes=2)
-    log = ffi.compile(kernel_source(PROGRAMS[name], 264, PROGRAMS[name].columns(400), 136, config=config), name).log
+    log = ffi.compile(
+        kernel_source(PROGRAMS[name], 264, PROGRAMS[name].columns(400), 136, config=config), name, SM90.target
+    ).log
     assert resource_usage(log).spilled_bytes <= 32
     assert "serialized" not in log
 
@@ -106,7 +109,7 @@ def test_column_passes_share_their_code():
     def size(passes):
         config = GemmConfig(tile_m=128, tile_n=192, column_passes=passes)
         return machine_instructions(
-            ffi.compile(kernel_source(PROGRAMS["mish"], 264, 400, 136, config=config), "mish").cubin
+            ffi.compile(kernel_source(PROGRAMS["mish"], 264, 400, 136, config=config), "mish", SM90.target).cubin
         )
 
     whole, *sizes = map(size, (1, 2, 3, 6))
@@ -115,7 +118,7 @@ def test_column_passes_share_their_code():
         assert of_passes < 1200 + whole / passes  # what is not the epilogue's, and to move the accumulator up
 
 
-@pytest.mark.parametrize("tile", TILES[1:], ids=str)
+@pytest.mark.parametrize("tile", list(SM90.tiles)[1:], ids=str)
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,7 +134,7 @@ def test_column_passes_share_their_code():
 )
 def test_every_tile(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=False)
-    log = ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name).log
+    log = ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name, SM90.target).log
     assert resource_usage(log).spilled_bytes <= SPILLED_IN_TILE.get((name, tile), 0)
     assert "serialized" not in log
 
@@ -142,7 +145,7 @@ def test_every_tile(name, tile):
 def test_heads_in_a_shared_tile(name):
     program, config = PROGRAMS[name], GemmConfig(tile_m=128, tile_n=256)
     source = kernel_source(program, 264, program.columns(400), 136, config=config, transpose_b=False)
-    log = ffi.compile(source, name).log
+    log = ffi.compile(source, name, SM90.target).log
     assert resource_usage(log).spilled_bytes <= SPILLED_IN_TILE.get((name, (128, 256)), 0)
     assert "serialized" not in log
 
@@ -184,7 +187,7 @@ def test_heads_of_192_columns_do_not_spill(name, dtype):
     """In a tile of 128 x 192 these spill 0.9 to 4.1 kB, and take longer."""
     epilogue, shapes = HEADS_OF_192[name]
     program = Program(epilogue, lambda m, n: tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes(m, n)))
-    compiled = ffi.compile(kernel_source(program, 4096, 3840, 4096), name)
+    compiled = ffi.compile(kernel_source(program, 4096, 3840, 4096), name, SM90.target)
     assert resource_usage(compiled.log).spilled_bytes == 0
     assert machine_instructions(compiled.cubin) <= CACHED
 
@@ -198,14 +201,16 @@ def test_a_rotary_embedding_of_192_columns_keeps_the_wider_tile():
     program = Program(rotary, lambda m, n: (jax.ShapeDtypeStruct((m, 96), jnp.float32),) * 2)
     source = kernel_source(program, 4096, 3840, 4096)
     assert "tile_m = 128, tile_n = 192" in source
-    assert resource_usage(ffi.compile(source, "rotary").log).spilled_bytes <= 32
+    assert resource_usage(ffi.compile(source, "rotary", SM90.target).log).spilled_bytes <= 32
 
 
-@pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
+@pytest.mark.parametrize("tile", SM90.split_k_tiles, ids=str)
 @pytest.mark.parametrize("name", ["residual_sumsq", "gated_backward"])
 def test_split_k(name, tile):
     config = GemmConfig(tile_m=tile[0], tile_n=tile[1], split_k=True)
-    usage = resource_usage(ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name).log)
+    usage = resource_usage(
+        ffi.compile(kernel_source(PROGRAMS[name], 264, 400, 136, config=config), name, SM90.target).log
+    )
     assert usage.spilled_bytes <= SPILLED.get(name, 0)
 
 
@@ -214,11 +219,11 @@ def test_split_k(name, tile):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_layout_and_dtype(transpose_a, transpose_b, dtype):
     source = kernel_source(PROGRAMS["identity"], 264, 400, 136, dtype, transpose_a=transpose_a, transpose_b=transpose_b)
-    assert resource_usage(ffi.compile(source, "identity").log).spilled_bytes == 0
+    assert resource_usage(ffi.compile(source, "identity", SM90.target).log).spilled_bytes == 0
 
 
-OF_8_BITS = [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in TILES]
-OF_8_BITS += [GemmConfig(tile_m=m, tile_n=n, promote=False, split_k=True) for m, n in SPLIT_K_TILES]
+OF_8_BITS = [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in SM90.tiles]
+OF_8_BITS += [GemmConfig(tile_m=m, tile_n=n, promote=False, split_k=True) for m, n in SM90.split_k_tiles]
 OF_8_BITS += [GemmConfig(tile_m=128, tile_n=192, promote=promote, cooperative=True) for promote in (False, 128, 512)]
 SOME_OF_8_BITS = [config for config in OF_8_BITS if config.promote == 512 or config.tile_n == 64]
 
@@ -230,7 +235,7 @@ def test_factors_of_8_bits(config):
     """The instruction, and that a second accumulator fits beside the first; claimed tiles too."""
     for yields in (False, True) if config.promote else (False,):
         source = kernel_source(PROGRAMS["residual_sumsq"], 16384, 4096, 4096, FP8, config=config, yields=yields)
-        made = ffi.compile(source, "residual_sumsq")
+        made = ffi.compile(source, "residual_sumsq", SM90.target)
         usage = resource_usage(made.log)
         assert usage.registers <= 168 and usage.spilled_bytes == 0 and "serialized" not in made.log
         products = [line for line in disassembly(made.cubin) if "GMMA" in line]
@@ -242,4 +247,4 @@ def test_factors_of_8_bits(config):
 def test_promotion_leaves_room_for_an_epilogue(name):
     source = kernel_source(PROGRAMS[name], 4096, PROGRAMS[name].columns(4096), 8192, FP8)
     assert "promote_blocks = 4;" in source
-    assert resource_usage(ffi.compile(source, name).log).spilled_bytes == 0
+    assert resource_usage(ffi.compile(source, name, SM90.target).log).spilled_bytes == 0

@@ -157,8 +157,9 @@ def swapped(*arguments, **options):
 kernel._pointers = swapped
 """
 OTHER_TILE = """
-from coda_jax.tiles import choose
-choose.TILES = ((64, 256),)
+import dataclasses
+from coda_jax.tiles import arch
+arch.ARCHITECTURES = (dataclasses.replace(arch.SM90, tiles={(64, 256): (False,)}),)
 """
 
 

@@ -223,7 +223,7 @@ def attention(*arrays, kernel=0, results=((2, 300, 4, 64),), dtype=jnp.bfloat16,
     """A call of a kernel that is no product: q and k, with k's heads fewer, to one result of q's shape."""
     options = {"grid": [0, 1, 128, 0, 2, 1, 0, 0, 1], "threads": 384, "smem_bytes": 150_000, **options}
     source = f'extern "C" __global__ void coda_attention(int* x) {{ *x = {kernel}; }}'
-    call = ffi.LaunchCall(**{"name": "attention[launch]", "source": source} | options)
+    call = ffi.LaunchCall(**{"name": "attention[launch]", "source": source, "arch": "sm_90a"} | options)
     return ffi.launch_call(arrays, [jax.ShapeDtypeStruct(shape, dtype) for shape in results], call)
 
 

@@ -9,6 +9,7 @@ from benchmarks.lab.machine_code import disassembly, machine_instructions, resou
 from coda_jax import ffi
 from coda_jax.lowering import kernel
 from coda_jax.lowering.addressing import unsupported_reason
+from coda_jax.tiles.arch import SM90
 from coda_jax.tiles.config import GemmConfig
 from tests.nvrtc import needs_nvrtc
 from tests.store_cases import BF16, CASES, E4M3, E5M2, F32, Case, array, forward, ordered, saturated
@@ -45,7 +46,7 @@ KERNELS = {
 
 def compiled(name):
     _, made = KERNELS[name].kernel(16384, 16384)
-    return ffi.compile(made.call.source, name)
+    return ffi.compile(made.call.source, name, SM90.target)
 
 
 @needs_nvrtc
@@ -74,7 +75,7 @@ def test_both_copies_are_of_one_conversion():
 def test_shared_memory_is_what_the_host_counted(name):
     """The kernel asserts it."""
     _, made = CASES[name].kernel(4096, 336 if name == "slices" else 4096)
-    assert resource_usage(ffi.compile(made.call.source, name).log).registers <= 168
+    assert resource_usage(ffi.compile(made.call.source, name, SM90.target).log).registers <= 168
 
 
 def reason(epilogue, out_dtype, m=256, n=256, **options):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from coda_jax.epilogue import TileStore, evaluate_tiles
 from coda_jax.epilogue.rounding import stored
 from coda_jax.lowering import kernel
-from coda_jax.tiles.config import CONSUMERS
+from coda_jax.tiles.arch import SM90
 from tests.lockstep import Library, Piece, bits
 from tests.store_cases import CASES, F32, sizes
 
@@ -30,7 +30,7 @@ def pieces_of(case, spec, call, m, n, blocks):
     """The tiles of a product, which blocks take in turn, and each block's consumers in turn or together."""
     halves = spec.program.halves
     of_half, columns = n // halves.n_halves, case.tile[1] // halves.n_halves
-    shares = f"consumer_m = {case.tile[0] // CONSUMERS}," in call.source
+    shares = f"consumer_m = {case.tile[0] // SM90.consumers}," in call.source
     numbers = [itertools.count() for _ in range(blocks)]
     found, block = [], itertools.cycle(range(blocks))
     rows = -(-m // case.square) * case.square if case.symmetric else m
@@ -45,12 +45,12 @@ def pieces_of(case, spec, call, m, n, blocks):
                 place = column, end or of_half, section, batch
                 indices = index_m, next(index_n), True
                 if shares:
-                    for consumer in range(CONSUMERS):
-                        of_consumer = CONSUMERS * index_m + consumer, *indices[1:]
-                        row_of_consumer = row + consumer * case.tile[0] // CONSUMERS
+                    for consumer in range(SM90.consumers):
+                        of_consumer = SM90.consumers * index_m + consumer, *indices[1:]
+                        row_of_consumer = row + consumer * case.tile[0] // SM90.consumers
                         found.append(Piece(of, consumer, row_of_consumer, m, *place, *of_consumer))
                 else:
-                    found.append(Piece(of, next(numbers[of]) % CONSUMERS, row, m, *place, *indices))
+                    found.append(Piece(of, next(numbers[of]) % SM90.consumers, row, m, *place, *indices))
     return found
 
 

@@ -14,8 +14,8 @@ from jax import export
 
 import coda_jax as coda
 from coda_jax.tiles import table as tile_table
+from coda_jax.tiles.arch import SM90
 from coda_jax.tiles.choose import candidates
-from coda_jax.tiles.config import TILES
 from coda_jax.tiles.constants import constants_for
 from coda_jax.tiles.cost_model import relative_power
 from coda_jax.tools import tune
@@ -41,7 +41,7 @@ def test_found_kept_and_used(table):
         return y, odd, fixed, coda.gemm(a, b, epilogue=jnp.tanh), coda.gemm(a, b, implementation="xla")
 
     (default,) = set(cut(lambda a, b: coda.gemm(a, b, epilogue=jnp.tanh), A, B))
-    other = next(tile for tile in TILES if tile != default[:2])
+    other = next(tile for tile in SM90.tiles if tile != default[:2])
     found = tune.tune_with(fastest(other), DEVICE, layer, A, B)
     (one,) = found.products
     assert (one.epilogue, one.config.tile_m, one.config.tile_n) == ("tanh", *other)
@@ -59,7 +59,7 @@ def test_found_kept_and_used(table):
 
 @needs_nvrtc
 def test_gains_within_noise_are_none(table):
-    other = next(tile for tile in TILES if tile != cut(product, A, B)[0][:2])
+    other = next(tile for tile in SM90.tiles if tile != cut(product, A, B)[0][:2])
     (one,) = tune.tune_with(fastest(other, gain=0.005), DEVICE, product, A, B).products
     assert (one.config.tile_m, one.config.tile_n) != other and one.us == one.cost_model_us
 

@@ -23,6 +23,7 @@ from coda_jax import ffi
 from coda_jax.attend import kernel
 from coda_jax.attend.score import trace
 from coda_jax.attend.spec import AttentionSpec, MaskSpec
+from coda_jax.tiles.arch import SM90
 
 B, H, K, T = 1, 8, 2, 4096
 KERNELS = ("attention", "attention, backward")
@@ -134,7 +135,7 @@ def sources(function: Function | None, width: int) -> dict[str, str]:
 
 def measured(text: str, name: str) -> tuple[str, str, str]:
     """Seconds, registers and spilled bytes of a kernel."""
-    done = ffi.compile(text, name)
+    done = ffi.compile(text, name, SM90.target)
     usage = resource_usage(done.log)
     return f"{done.seconds:.1f}", str(usage.registers), str(usage.spilled_bytes)
 

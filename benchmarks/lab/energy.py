@@ -2,7 +2,7 @@
 
 Each call runs alone for a second or more, back to back, at the clock that its own power leaves it, while the device's
 own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
-products are ours, with --tiles in each of `TILES`, XLA's and those of the peers that are installed. Beside the energy
+products are ours, with --tiles in each of `Arch.tiles`, XLA's and those of the peers that are installed. Beside the energy
 of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
 product's own, both less what an idle device takes in that time. With --products no epilogues; with --step, instead of
 all that, the products of a training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and
@@ -27,7 +27,8 @@ from benchmarks import cases, peers, results
 from benchmarks.alone import Execution, Steps, device_counter, executed
 from benchmarks.programs import PROGRAMS, Program
 from coda_jax.epilogue import trace
-from coda_jax.tiles.config import TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 
 COPIED = 1 << 29  # elements, 2 bytes each
 
@@ -170,7 +171,7 @@ def main(
     del x, negative
     if not options.products:
         measure_epilogues(meter, epilogues, gemm, cache_bytes, joules_of_byte)
-    measure_products(meter, products, gemm, cache_bytes, beside, TILES if options.tiles else ())
+    measure_products(meter, products, gemm, cache_bytes, beside, tuple(SM90.tiles) if options.tiles else ())
     columns = ["kind", "program", "m", "n", "k", "extra_bytes", "variant", *Execution._fields]
     about = {"peers": peers.versions(beside)}
     suffix = "_energy_products" if options.products else "_energy"

@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -224,9 +225,14 @@ def record(small: bool, directory: pathlib.Path) -> dict[str, Any]:
             programs |= {f"{name}, {tile}": program for tile, program in tiles.items()}
         print(f"{name}: lowered", flush=True)
 
-    sources = {call.attributes["source"] for program in programs.values() if program for call in program.calls}
-    print(f"{len(sources)} kernels to compile", flush=True)
-    compiled = _compiled(sources, directory)
+    architectures = {
+        call.attributes["source"]: call.attributes["arch"]
+        for program in programs.values()
+        if program
+        for call in program.calls
+    }
+    print(f"{len(architectures)} kernels to compile", flush=True)
+    compiled = _compiled(architectures, directory)
     with tempfile.TemporaryDirectory() as built:
         host = Host(pathlib.Path(built))
         return {
@@ -248,17 +254,23 @@ def _explained(case: Case) -> list[list[Any]]:
     return [[one.a, one.b, one.tile or "XLA", count] for one, count in found.items()]
 
 
-def _compiled(sources: set[str], directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """By source: the image's name in `directory`, registers, spilled bytes."""
+def _compiled(architectures: Mapping[str, str], directory: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """By source: the image's name in `directory`, registers, spilled bytes.
+
+    Args:
+      architectures: by source, what it is compiled for.
+    """
+    takes_architecture = len(inspect.signature(ffi.compile).parameters) > 2  # older commits have one alone
 
     def compile(source: str) -> dict[str, Any]:
-        kernel = ffi.compile(source, "kernel")
+        architecture = [architectures[source]] if takes_architecture else []
+        kernel = ffi.compile(source, "kernel", *architecture)
         image = hashlib.sha256(kernel.cubin).hexdigest()[:32]
         (directory / f"{image}.cubin").write_bytes(kernel.cubin)
         return {"image": image} | dataclasses.asdict(resource_usage(kernel.log))
 
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        in_order = sorted(sources)
+        in_order = sorted(architectures)
         return dict(zip(in_order, pool.map(compile, in_order), strict=True))
 
 

@@ -3,9 +3,9 @@
 The product is the gate and up projection of a Llama-3-8B with its SwiGLU, 16384 tokens a GPU; the collective gathers
 the weights of one of its layers (218 M bfloat16), or sums their gradients in float32 by a reduce-scatter. Nothing ties
 the two together, so XLA may run them side by side. NCCL reads NCCL_MAX_CTAS when it starts: each number of thread
-blocks is a process of its own, `--ctas 0` leaves NCCL's default. `--yields` are values of YIELD_NANOSECONDS: after so
-long a block of the product ends, with 0 at the product's end. Times are the wall clock's of programs back to back, the
-variants interleaved, medians. Writes benchmarks/results/<device>_overlap.csv.
+blocks is a process of its own, `--ctas 0` leaves NCCL's default. `--yields` are values of `Arch.yield_nanoseconds`:
+after so long a block of the product ends, with 0 at the product's end. Times are the wall clock's of programs back to
+back, the variants interleaved, medians. Writes benchmarks/results/<device>_overlap.csv.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import coda_jax as coda
 from benchmarks import results, timing
 from benchmarks.beside import kernels, overlap
 from benchmarks.sharded_step import each_once, interleaved, yielding
-from coda_jax.tiles.constants import YIELD_NANOSECONDS
+from coda_jax.tiles.arch import SM90
 
 TOKENS, WIDTH, FEATURES, LAYER = 16384, 4096, 14336, 218_112_000
 P = PartitionSpec
@@ -112,7 +112,7 @@ def measure(scale: int, yields: Sequence[int], rounds: int, burst: int) -> list[
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = results.parser("benchmarks.lab.overlap", __doc__)
     parser.add_argument("--ctas", default="0,8,4", help="values of NCCL_MAX_CTAS, 0 for NCCL's default")
-    parser.add_argument("--yields", default=f"0,{YIELD_NANOSECONDS}", help="values of YIELD_NANOSECONDS")
+    parser.add_argument("--yields", default=f"0,{SM90.yield_nanoseconds}", help="values of `Arch.yield_nanoseconds`")
     parser.add_argument("--rounds", type=int, default=12, help="measured rounds (default 12)")
     parser.add_argument("--burst", type=int, default=10, help="executions back to back (default 10)")
     parser.add_argument("--scale", type=int, default=1, help="what sizes are divided by, for a CPU")

@@ -36,7 +36,7 @@ from jax.sharding import Mesh
 from benchmarks import hlo
 from benchmarks.sharded_step import DEFAULTS, MODELS, Scheme, collectives, schemes, use_whole_gpus
 from benchmarks.variants import VARIANTS, Parameters, step
-from coda_jax.tiles.table import as_if_attached
+from coda_jax.tiles.arch import as_if_attached
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 # What XLA's compiler asks about a chip (its GpuTargetConfigProto), from NVIDIA's data sheet and CUDA's documentation.

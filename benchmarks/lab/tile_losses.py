@@ -20,23 +20,16 @@ import numpy as np
 from benchmarks import programs
 from coda_jax.epilogue import trace
 from coda_jax.tiles import table as tile_table
+from coda_jax.tiles.arch import SM90
 from coda_jax.tiles.choose import tiles_for
-from coda_jax.tiles.config import (
-    CONSUMERS,
-    COOPERATIVE_TILES,
-    EITHER_WAY_TILES,
-    TILES,
-    GemmConfig,
-    KernelConfig,
-    TileShape,
-)
+from coda_jax.tiles.config import GemmConfig, KernelConfig, TileShape
 from coda_jax.tiles.constants import Constants, by_time, constants_for
 from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
 from coda_jax.tiles.table import Problem
 from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 from coda_jax.tools.tune import energies
 
-KINDS = (*TILES, *((*tile, CONSUMERS) for tile in EITHER_WAY_TILES))  # `TileShape.kind`
+KINDS = (*SM90.tiles, *((*tile, SM90.consumers) for tile in SM90.either_way_tiles))  # `TileShape.kind`
 FIELDS = [field.name for field in dataclasses.fields(GemmConfig)]
 CLOSE = 0.02  # loss of the cost model's choice up to which it counts as right
 # Of a fit: what it counts of a larger loss, its steps, and what it leaves alone: units, and what no program tells.
@@ -120,7 +113,7 @@ def read(path: pathlib.Path, column: str = "us") -> tuple[str, dict[Shape, dict[
 
 def _of_record(row: Mapping[str, str]) -> dict[str, str]:
     """The fields of a config that an older file lacks."""
-    always = (int(row.get("tile_m", 0)), int(row.get("tile_n", 0))) in COOPERATIVE_TILES
+    always = (int(row.get("tile_m", 0)), int(row.get("tile_n", 0))) in SM90.cooperative_tiles
     return {"column_passes": row.get("turns", "1"), "cooperative": str(always), "promote": "0"}
 
 

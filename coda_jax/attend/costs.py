@@ -10,10 +10,7 @@ import numpy as np
 from coda_jax.attend.score import Score
 from coda_jax.attend.score.hiding import tiles_hidden
 from coda_jax.attend.spec import MaskSpec
-
-# TFLOP/s of needed pairs, forward and backward. FlashAttention-3, whose structure the kernels have, reaches 460 to 650
-# and 435 to 560 on an H100, with heads of 64 and 128 (arXiv 2407.08608, figures 5 and 6).
-FORWARD_TFLOPS, BACKWARD_TFLOPS = 500, 430
+from coda_jax.tiles.arch import current
 
 
 def pairs(mask: MaskSpec, queries: Any, keys: Any) -> int | None:
@@ -73,4 +70,4 @@ def flops(types: Sequence[Any], seen: int | None, *, is_backward: bool) -> int |
 
 def nanoseconds(needed: int, *, is_backward: bool) -> int:
     """About how long the kernels take for so many FLOPs."""
-    return int(needed / (BACKWARD_TFLOPS if is_backward else FORWARD_TFLOPS) / 1e3)
+    return int(needed / current().attention_tflops[is_backward] / 1e3)

@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """The form that attention is lowered to on the attached GPUs, on a Hopper GPU if there are none.
+    """The form that attention is lowered to on the attached GPUs, on one of `arch.current` if there are none.
 
     Attributes:
       reason: why it takes XLA's form; None where it is the kernels.

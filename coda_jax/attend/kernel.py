@@ -31,7 +31,7 @@ from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
 from coda_jax.epilogue import emit as emit_epilogue
 from coda_jax.epilogue.dtypes import FACTORS, FLOATS, TABLE, VECTORS, is_of_8_bits
 from coda_jax.epilogue.values import same_size
-from coda_jax.tiles.constants import NUM_SMS
+from coda_jax.tiles.arch import current
 
 _NO_BOUND = 1 << 30  # of a band, and of sizes
 _MOST_SORTED = 512  # tiles of keys whose order is by what they see
@@ -139,6 +139,9 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
         return f"heads have widths {widths}; the kernels take multiples of 8 up to 256"
     if bias is not None and bias.dtype.name not in FLOATS:
         return f"its bias is {bias.dtype}; the kernels take {', '.join(FLOATS)}"
+    needed, arch = _most_shared_bytes(widths, q.shape[1]), current()
+    if needed > arch.shared_bytes:
+        return f"heads have widths {widths}, whose tiles need {needed} bytes of shared memory, of {arch.shared_bytes}"
     for x in spec.score_arrays(avals):
         if x.dtype.name not in VECTORS:
             return f"its score reads an array of {x.dtype}; the kernels take {', '.join(VECTORS)}"
@@ -146,6 +149,12 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     if any(size >= _NO_BOUND for size in sizes):
         return f"it has sizes {sizes}; the kernels take sizes below 2^30"
     return None
+
+
+def _most_shared_bytes(widths: tuple[int, int], queries: Any) -> int:
+    """The bytes of the larger one of both passes' kernels, with all that a mask may have."""
+    of_forward = ForwardTiles.of(*widths, queries).shared_bytes(has_arrays=True, has_ids=True)
+    return max(of_forward, BackwardTiles.of(*widths).shared_bytes(vectors=2 + 4 + 1 + 1))
 
 
 def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
@@ -180,7 +189,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
     shared_bytes = tiles.shared_bytes(mask.has_arrays, spec.mask.has_ids)
     members = mask.members | {"has_sinks": spec.mask.has_sinks} | dropout.members(spec.mask) | _dtype_member(q)
     members |= dataclasses.asdict(tiles) | {"shared_bytes": shared_bytes}
-    threads = 128 * (1 + tiles.consumers)
+    threads = current().threads(tiles.consumers)
     own = [y, lse] if of_y is None or of_y.keeps_y else [lse]
     maxima, stores = ([], []) if of_y is None else _types_beside(of_y, y.shape, tiles.rows)
     results = [*own, *maxima, *stores, jax.ShapeDtypeStruct((1,), jnp.int32)]  # and the counter of claims
@@ -197,6 +206,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
     call = ffi.LaunchCall(
         name="attention",
         source=source,
+        arch=current().target,
         threads=threads,
         smem_bytes=shared_bytes,
         grid=[0, 1, tiles.rows, 0, 2, 1, 0, 0, 1],
@@ -304,7 +314,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     source = _source(
         "backward",
         "coda::attention::BackwardParams<Config>",
-        384,
+        current().threads(),
         members | {"shared_bytes": shared_bytes},
         _score_text(arrays, spec, spec.score_gradients),
         _dropout_text(spec),
@@ -313,7 +323,8 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     call = ffi.LaunchCall(
         name="attention, backward",
         source=source,
-        threads=384,
+        arch=current().target,
+        threads=current().threads(),
         smem_bytes=shared_bytes,
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
@@ -359,6 +370,7 @@ def _statistics(y: jax.Array, dy: jax.Array, lse: jax.Array, dlse: jax.Array) ->
     call = ffi.LaunchCall(
         name="attention, backward: statistics",
         source=_source("prepare", "coda::attention::PrepareParams", 256, _dtype_member(y) | {"value_head": width}),
+        arch=current().target,
         threads=256,
         smem_bytes=0,
         grid=[4, 0, 1, 4, 1, 8, 4, 2, 32],
@@ -379,6 +391,7 @@ def _in_rows(
     call = ffi.LaunchCall(
         name="attention, backward: dq in rows",
         source=_source("finish_dq", "coda::attention::FinishParams", 128, {name: members[name] for name in names}),
+        arch=current().target,
         threads=128,
         smem_bytes=0,
         grid=[0, 0, 1, 0, 1, 1, 0, 2, 1, 0, 3, members["queries"] * members["dim"] // 2],
@@ -501,6 +514,7 @@ def _in_joined(
             {name: members[name] for name in names} | of_dq.config,
             epilogue=(of_dq.text(), ["using Epilogue = ::Epilogue;"]),
         ),
+        arch=current().target,
         threads=128,
         smem_bytes=0,
         grid=[0, 0, 1, 0, 1, 1, 0, 2, 1, 0, 3, 64 * members["dim"]],
@@ -552,7 +566,7 @@ def _splits(groups: int, batch: Any, key_tiles: Any, key_heads: Any) -> int:
         return 1
     blocks = batch * key_tiles * key_heads
     divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-    return next((n for n in divisors if blocks * n >= 2 * NUM_SMS), groups)
+    return next((n for n in divisors if blocks * n >= 2 * current().sms), groups)
 
 
 def _split_type(x: jax.Array, splits: int) -> jax.ShapeDtypeStruct:
@@ -782,10 +796,7 @@ def _source(
       dropout_text: that of dropout.
       epilogue: those of what is made of results; None for none.
     """
-    header = {
-        "forward": "attention_forward_sm90.cuh",
-        "backward": "attention_backward_sm90.cuh",
-    }.get(function, "attention_passes.cuh")
+    header = current().attention_headers.get(function, "attention_passes.cuh")
     lines = [_member(name, value) for name, value in members.items()]
     if score:
         lines.append("using Score = ::Score;")
@@ -820,7 +831,7 @@ def _member(name: str, value: Any) -> str:
 def _launched(
     arrays: Sequence[Any], results: Sequence[Any], call: ffi.LaunchCall, aliases: Mapping[int, int] | None = None
 ) -> list[jax.Array]:
-    ffi.compile_async(call.source, call.name)
+    ffi.compile_async(call.source, call.name, call.arch)
     return ffi.launch_call(arrays, results, call, aliases)
 
 

@@ -45,6 +45,7 @@ from coda_jax.primitives.mesh_types import (
     varying_axes,
 )
 from coda_jax.primitives.reverse_mode import Backward, differentiable
+from coda_jax.tiles.arch import current
 
 CONTEXT_NAME = "context"  # of y and lse, for policies of `jax.checkpoint` that keep arrays by name
 
@@ -458,8 +459,8 @@ def _lower(
     if spec.implementation == "cuda":
         platforms = "/".join(ctx.platforms or ctx.module_context.platforms)
         raise NotImplementedError(
-            f"attention: implementation='cuda' was asked for on platform {platforms}; the kernels run on NVIDIA Hopper "
-            "GPUs. Use None or 'xla' here."
+            f"attention: implementation='cuda' was asked for on platform {platforms}; the kernels run on NVIDIA "
+            f"{current().name} GPUs. Use None or 'xla' here."
         )
     return lower_xla(ctx, *arrays, spec=spec, primitive=primitive)
 

@@ -45,7 +45,6 @@ except ImportError as error:
 
 __all__ = [
     "ABI",
-    "ARCH",
     "Compiled",
     "GemmCall",
     "LaunchCall",
@@ -61,7 +60,6 @@ __all__ = [
 ]
 
 ABI: int = _ffi.ABI
-ARCH = "sm_90a"
 TARGET = "coda_gemm"
 LAUNCH_TARGET = "coda_launch"
 
@@ -104,29 +102,30 @@ def headers_hash() -> str:
     return _ffi.digest([part for item in headers().items() for part in item])[:16]
 
 
-def kernel_key(source: str) -> str:
+def kernel_key(source: str, arch: str) -> str:
     """The key of a compiled kernel in every cache: a digest of all that it depends on, except NVRTC's version."""
-    return _ffi.kernel_key(source, ARCH)
+    return _ffi.kernel_key(source, arch)
 
 
-def compile_async(source: str, name: str) -> None:
+def compile_async(source: str, name: str, arch: str) -> None:
     """Queues a kernel on the compiler's threads; the program that calls it waits for it when XLA instantiates it.
 
     Args:
       source: CUDA text that defines ``coda_gemm``, or ``coda_attention`` for a `LaunchCall`; may include any of
         `headers`.
       name: the operator, for messages.
+      arch: the architecture, as NVRTC has it: "sm_90a".
     """
-    _ffi.submit(name, source, ARCH)
+    _ffi.submit(name, source, arch)
 
 
-def compile(source: str, name: str) -> Compiled:
+def compile(source: str, name: str, arch: str) -> Compiled:
     """Compiles a kernel, or loads it from memory or disk. Arguments as for `compile_async`.
 
     Raises:
       RuntimeError: with the operator's name and NVRTC's full log; or NVRTC was not found.
     """
-    return Compiled(*_ffi.compile(name, source, ARCH))
+    return Compiled(*_ffi.compile(name, source, arch))
 
 
 def unavailable_reason() -> str | None:
@@ -140,13 +139,14 @@ class _Call:
 
     name: str
     source: str
+    arch: str
     threads: int
     smem_bytes: int
 
     def attributes(self) -> dict[str, Any]:
         """The attributes, in the types of the handler's struct, with versions and the kernel's key."""
         values = {field.name: _attribute(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        versions = {"abi": np.int32(ABI), "arch": ARCH, "headers": headers_hash(), "key": kernel_key(self.source)}
+        versions = {"abi": np.int32(ABI), "headers": headers_hash(), "key": kernel_key(self.source, self.arch)}
         return versions | values
 
 
@@ -158,7 +158,7 @@ class GemmCall(_Call):
 
     Attributes:
       name: the operator, for messages.
-      source: CUDA text of the kernel, as for `compile_async`.
+      source: CUDA text of the kernel, and `arch` what it is compiled for, as for `compile_async`.
       maps: six numbers per tensor map: buffer, halves, split_rows, box_columns, box_rows, swizzle_bytes.
       pointers: buffers whose addresses follow the maps in the kernel's parameter block.
       transpose_a: a is (k, m), else (m, k); either may have a batch dimension in front.
@@ -196,7 +196,7 @@ class LaunchCall(_Call):
 
     Attributes:
       name: the operator, for messages.
-      source: CUDA text of the kernel ``coda_attention``, as for `compile_async`.
+      source: CUDA text of the kernel ``coda_attention``, and `arch` what it is compiled for, as for `compile_async`.
       threads: of a block.
       smem_bytes: dynamic shared memory of a block.
       grid: three numbers per factor of the number of blocks: buffer, axis, and a divisor of that dimension, rounded up.

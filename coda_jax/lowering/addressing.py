@@ -13,7 +13,7 @@ from coda_jax.epilogue.contraction_order import BLOCK
 from coda_jax.epilogue.dtypes import FACTORS, FLOATS, is_of_8_bits, listed
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
-from coda_jax.tiles.traffic import LEAST_BOX_BYTES
+from coda_jax.tiles.arch import current
 
 _MAX_PARAMETER_BYTES = 4096  # as in ffi/kernels.h
 _MOST_GROUPS = 1024
@@ -82,11 +82,12 @@ def _unsupported_results(spec: GemmSpec) -> str | None:
             return f"output {store.output} {reason}"
     dtypes = {f"operand {i}": np.dtype(program.operands[i].dtype) for i in program.tile_operands}
     dtypes |= {f"output {store.output}": dtype for store, dtype in zip(program.stores, spec.store_dtypes, strict=True)}
+    least_box_bytes = current().least_row_bytes
     for name, dtype in dtypes.items():
-        if dtype.itemsize == 1 and program.halves.head // 2 % LEAST_BOX_BYTES:
+        if dtype.itemsize == 1 and program.halves.head // 2 % least_box_bytes:
             return (
                 f"{name} is {dtype.name} with heads of {program.halves.head} columns; half a head is less than a box "
-                f"of {LEAST_BOX_BYTES} bytes, or no multiple"
+                f"of {least_box_bytes} bytes, or no multiple"
             )
     if spec.ragged is Dimension.M and any(reduction.axis is Axis.ALL for reduction in program.reductions):
         return "an output is a maximum of all rows, and rows may be in no group, of which the kernel writes none"

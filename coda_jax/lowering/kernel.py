@@ -16,17 +16,11 @@ from coda_jax.epilogue import Axis, Program, Reduction, Width, emit
 from coda_jax.epilogue.dtypes import TABLE, is_of_8_bits
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.spec import GemmSpec
-from coda_jax.tiles.config import CONSUMERS, ROW_BYTES, THREADS, KernelConfig, tile_k
-from coda_jax.tiles.constants import NUM_SMS, UNIT_NANOSECONDS, YIELD_NANOSECONDS
+from coda_jax.tiles.arch import current
+from coda_jax.tiles.config import KernelConfig, tile_k
 from coda_jax.tiles.cost_model import clusters_of_triangle
 from coda_jax.tiles.table import Problem
-from coda_jax.tiles.traffic import (
-    CLAIMS_BYTES,
-    SHARED_BYTES_PER_BLOCK,
-    EpilogueTraffic,
-    keeps_tables,
-    shared_bytes,
-)
+from coda_jax.tiles.traffic import CLAIMS_BYTES, EpilogueTraffic, keeps_tables, shared_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +58,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
       types: of a, b and the operands.
       yields: whether its blocks claim their tiles and end early, as a program of several devices needs it.
     """
+    arch = current()
     a, b, operands = spec.split(types)
     size, (m, n, _) = spec.batch(types), spec.sizes(a, b)
     if size is not None or spec.ragged or (yields and not config.split_k) or not _has_whole_groups(spec.program, n):
@@ -76,8 +71,8 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
     claims = (
         yields
         and not config.split_k
-        and smem_bytes + CLAIMS_BYTES <= SHARED_BYTES_PER_BLOCK
-        and _clusters(program, size, m, n, config) > NUM_SMS // config.cluster_m  # else each has a tile, in any order
+        and smem_bytes + CLAIMS_BYTES <= arch.shared_bytes
+        and _clusters(program, size, m, n, config) > arch.sms // config.cluster_m  # else each has a tile, in any order
     )
     scratch = _scratch(config, claims)
     stored, rows = spec.ragged is Dimension.M, _rows(m, config)
@@ -100,6 +95,7 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
         call=ffi.GemmCall(
             name=spec.name,
             source=source,
+            arch=arch.target,
             maps=[
                 number
                 for map_ in _maps(spec, a.dtype, len(operands), config, rows)
@@ -114,16 +110,16 @@ def lower(types: Sequence[Any], spec: GemmSpec, config: KernelConfig, *, yields:
             tile_n=config.tile_n,
             halves=program.halves.n_halves,
             cluster_m=config.cluster_m,
-            threads=THREADS,
+            threads=arch.threads(),
             smem_bytes=smem_bytes + CLAIMS_BYTES * claims,
         ),
     )
 
 
 def yield_k_blocks(config: KernelConfig) -> int:
-    """The k blocks of a tile that an SM multiplies in `YIELD_NANOSECONDS`; 0 if that is 0."""
-    block_nanoseconds = UNIT_NANOSECONDS * config.tile_m * config.tile_n / (128 * 128)
-    return math.ceil(YIELD_NANOSECONDS / block_nanoseconds)
+    """The k blocks of a tile that an SM multiplies in `Arch.yield_nanoseconds`; 0 if that is 0."""
+    block_nanoseconds = current().unit_nanoseconds * config.tile_m * config.tile_n / (128 * 128)
+    return math.ceil(current().yield_nanoseconds / block_nanoseconds)
 
 
 def _rows(m: Any, config: KernelConfig) -> int:
@@ -153,7 +149,7 @@ def _results(
                 return (*batch, tiles_n, m)
             case Axis.COLUMN:
                 return (*batch, tiles_m, width[reduction.width])
-        return (NUM_SMS * CONSUMERS * 4,)  # a word for each warp that adds to it
+        return (current().sms * current().consumers * 4,)  # a word for each warp that adds to it
 
     return [*stores, *(jax.ShapeDtypeStruct(partials(one), jnp.float32) for one in program.reductions)]
 
@@ -204,7 +200,7 @@ def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, 
     * Split-K: the sums that one block hands to another, a tile each; and a flag for each of its four warps.
     * Claimed tiles: one counter, the first of as many words.
     """
-    shape = (NUM_SMS, config.tile_m, config.tile_n)
+    shape = (current().sms, config.tile_m, config.tile_n)
     sums, flags = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((shape[0], 4), jnp.int32)
     return (sums, flags) if config.split_k else (flags,) if claims else ()
 
@@ -212,8 +208,9 @@ def _scratch(config: KernelConfig, claims: bool) -> tuple[jax.ShapeDtypeStruct, 
 def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelConfig, rows: int) -> list[_Map]:
     """Tensor maps in the kernel's order: a, b, tile operands, stores, and of symmetric results the same transposed.
 
-    Rows of a's and b's boxes are `ROW_BYTES`.
+    Rows of a's and b's boxes are `Arch.row_bytes`.
     """
+    widest = current().row_bytes
     program, columns = spec.program, tile_k(dtype)  # a chunk along m or n has as many as one along k
     rows_of_a = columns if spec.transpose_a else rows
     if spec.transpose_b:
@@ -221,8 +218,8 @@ def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelCon
     else:  # a chunk of columns, or a CTA's share of its rows
         rows_of_b = columns if config.tile_n // columns % config.cluster_m == 0 else columns // config.cluster_m
     maps = [
-        _Map(0, 1, False, columns, rows_of_a, ROW_BYTES),
-        _Map(1, program.halves.n_halves, spec.transpose_b, columns, rows_of_b, ROW_BYTES),
+        _Map(0, 1, False, columns, rows_of_a, widest),
+        _Map(1, program.halves.n_halves, spec.transpose_b, columns, rows_of_b, widest),
     ]
 
     for i in program.tile_operands:
@@ -242,7 +239,7 @@ def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelCon
 
 
 def _transposed_map(buffer: int, halves: int, dtype: np.dtype, config: KernelConfig) -> _Map:
-    columns = min(config.consumer_m, 128 // np.dtype(dtype).itemsize)
+    columns = min(config.consumer_m, current().row_bytes // np.dtype(dtype).itemsize)
     return _Map(buffer, halves, True, columns, config.box_n, columns * np.dtype(dtype).itemsize)
 
 
@@ -305,7 +302,7 @@ def _source(
         rows_in_groups=stored,
         for_reader=for_reader,
     )
-    flags = {True: "true", False: "false"}
+    arch, flags = current(), {True: "true", False: "false"}
     dtype, cuda = dtypes[0], [TABLE[np.dtype(dtype).name].cuda for dtype in dtypes]
     members_of_8_bits = (
         f"""
@@ -314,7 +311,7 @@ def _source(
         if is_of_8_bits(dtype)
         else ""
     )
-    return f"""#include "mainloop_sm90.cuh"
+    return f"""#include "{arch.product_header}"
 
 {emitted}
 struct Config {{
@@ -332,10 +329,11 @@ struct Config {{
   static constexpr bool a_batched = {flags[batched[0]]}, b_batched = {flags[batched[1] or stored]};
   static constexpr coda::Ragged ragged = coda::Ragged::{ragged};
   static constexpr int groups = {groups}, offsets = {offsets};
+  static constexpr int multiprocessors = {arch.sms};
   static constexpr int shared_bytes = {shared_bytes(config, program, traffic, groups) + CLAIMS_BYTES * claims};
 }};
 
-extern "C" __global__ void __launch_bounds__({THREADS}, 1)
+extern "C" __global__ void __launch_bounds__({arch.threads()}, 1)
     coda_gemm(const __grid_constant__ coda::Params<{maps}, {pointers}> params) {{
   coda::gemm<Config, Epilogue>(params);
 }}

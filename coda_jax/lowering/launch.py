@@ -37,7 +37,7 @@ def kernel_tiles(
         flat, spec = _folded(*flat, spec=spec), spec.unbatched()
     program = spec.program
     lowered = kernel.lower([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat], spec, config, yields=yields)
-    ffi.compile_async(lowered.call.source, spec.name)
+    ffi.compile_async(lowered.call.source, spec.name, lowered.call.arch)
     position = {store.output: i for i, store in enumerate(program.stores)}
     aliases = {2 + operand: position[output] for operand, output in spec.input_output_aliases}
     taken = 0 if len(lowered.results) == 1 else len(program.stores) + len(program.reductions)

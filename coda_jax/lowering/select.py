@@ -18,10 +18,9 @@ from coda_jax.lowering.xla_partitioner import WAY_OUT
 from coda_jax.primitives.fallbacks import warn_once
 from coda_jax.primitives.mesh_types import automatic_axes, partitioned_axes
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.arch import current, named_device
 from coda_jax.tiles.config import KernelConfig
-from coda_jax.tiles.table import attached_device, config_for, named_device
-
-CAPABILITY = "9.0"
+from coda_jax.tiles.table import attached_device, config_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Selection:
 
 
 def select(avals: Sequence[Any], spec: GemmSpec, num_devices: int = 1, *, anywhere: bool = False) -> Selection:
-    """The form that this product is lowered to on the attached GPUs (on a Hopper GPU if there are none).
+    """The form that this product is lowered to on the attached GPUs (on one of `arch.current` if there are none).
 
     Args:
       avals: types of the arguments.
@@ -104,9 +103,10 @@ def machine_reason() -> str | None:
         devices = jax.devices("cuda")
     except RuntimeError:  # export and ahead-of-time compilation: the machine that runs it compiles the kernels
         return None
-    other = {device.compute_capability for device in devices} - {CAPABILITY}
+    arch = current()
+    other = {device.compute_capability for device in devices} - {arch.capability}
     if other:
-        return f"the GPU has compute capability {min(other)}; the kernel needs {CAPABILITY} (Hopper)"
+        return f"the GPU has compute capability {min(other)}; the kernel needs {arch.capability} ({arch.name})"
     return ffi.unavailable_reason()
 
 

@@ -28,7 +28,7 @@ from coda_jax.primitives.mesh_types import (
     partition_spec,
     without_axes,
 )
-from coda_jax.tiles.config import UNPROMOTED_K
+from coda_jax.tiles.arch import current
 
 _NO_BATCH: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -42,12 +42,12 @@ def accumulate(
 
     Args:
       in_8_bits: whether XLA multiplies factors of 8 bits as they are, by a Hopper GPU's instructions for them. The
-        precision keeps cuBLAS from summing more than `UNPROMOTED_K` of k in the tensor cores alone.
+        precision keeps cuBLAS from summing more than `Arch.unpromoted_k` of k in the tensor cores alone.
     """
     dtypes, precision = [compute_dtype(a, b)] * 2, None
     if in_8_bits and is_of_8_bits(a.dtype):
         dtypes = [a.dtype, b.dtype]
-        precision = lax.Precision.HIGHEST if a.shape[0 if transpose_a else 1] > UNPROMOTED_K else None
+        precision = lax.Precision.HIGHEST if a.shape[0 if transpose_a else 1] > current().unpromoted_k else None
     contraction = ((0 if transpose_a else 1,), (1 if transpose_b else 0,))
     if out_sharding is None:
         m_mesh_axes = axes_of_dimension(a, 1 if transpose_a else 0)

@@ -21,6 +21,7 @@ from coda_jax.primitives.axes import Dimension, FactorSizes
 from coda_jax.primitives.mesh_types import may_be_automatic
 from coda_jax.primitives.ragged import RowsInGroups
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles.arch import current
 
 coda_gemm_p = jex_core.Primitive("coda_gemm")  # bound as coda_gemm_p.bind(a, b, *operands, spec=GemmSpec(...))
 # The same where XLA may partition the product over automatic mesh axes: JAX has to tell its lowering the devices, and
@@ -202,7 +203,7 @@ def _lower_xla(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec) -
     if spec.implementation == "cuda":
         raise NotImplementedError(
             f"{spec.function} '{spec.name}': implementation='cuda' was asked for on platform {_platforms(ctx)}; the "
-            "kernel runs on NVIDIA Hopper GPUs. Use 'auto' or 'xla' here."
+            f"kernel runs on NVIDIA {current().name} GPUs. Use 'auto' or 'xla' here."
         )
     return lower_xla(ctx, *arguments, spec=spec)
 

@@ -11,23 +11,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from coda_jax.epilogue import Axis, Program, instructions
-from coda_jax.tiles.config import (
-    MAX_STAGES,
-    PROMOTE,
-    PROMOTED_TILE,
-    ROW_BYTES,
-    TILES,
-    UNPROMOTED_K,
-    GemmConfig,
-    KernelConfig,
-    TileShape,
-    ways_of,
-)
+from coda_jax.tiles.arch import current
+from coda_jax.tiles.config import MAX_STAGES, GemmConfig, KernelConfig, TileShape, listed
 from coda_jax.tiles.constants import Constants, by_time, constants_in_use
 from coda_jax.tiles.cost_model import GemmShape, best_first, cost, may_split
 from coda_jax.tiles.traffic import (
-    LEAST_BOX_BYTES,
-    SHARED_BYTES_PER_BLOCK,
     EpilogueTraffic,
     element_traffic,
     has_few_nodes,
@@ -38,7 +26,6 @@ from coda_jax.tiles.traffic import (
 
 _LONG_K_BYTES = 6144  # bytes along k from which the products hide a long epilogue
 _HIDES_NARROW_ROWS_BYTES = 16384  # bytes along k from which they hide narrow rows of the epilogue's tiles
-_CACHED_INSTRUCTIONS = 7000  # of the 8192 that the instruction cache holds: estimates may be a seventh too low
 _LEAST_SUBTILE = 16  # columns
 _OTHER_INSTRUCTIONS = 900  # of a kernel, beside its epilogue's work on each element
 _FEW_ROWS = 256  # up to so many rows, products may have tiles of 64 x 64, as reading from memory limits them
@@ -75,7 +62,7 @@ def choose_config(
     for tile in tiles:
         fitting = []  # into shared memory, while their code outgrows the instruction cache
         for config in _configs(tile, program, traffic, fixed, shape.k_bytes):
-            if shared_bytes(config, program, traffic, shape.groups) <= SHARED_BYTES_PER_BLOCK:
+            if shared_bytes(config, program, traffic, shape.groups) <= current().shared_bytes:
                 if fixed.column_passes or not _uncached_instructions(program, tile, config.column_passes):
                     return config
                 fitting.append(config)
@@ -134,11 +121,9 @@ def tiles_for(
 def _possible_tiles(shape: GemmShape, program: Program, traffic: EpilogueTraffic, fixed: GemmConfig) -> list[TileShape]:
     """The tiles that complete `fixed`: in clusters of two but for few rows, and with split-K where it has an effect."""
     tiles = []
-    for tile_m, tile_n in TILES:
-        cooperative = ways_of(tile_m, tile_n)[0] if fixed.cooperative is None else fixed.cooperative
-        if not _is_possible((tile_m, tile_n), shape, program, traffic, fixed) or cooperative not in ways_of(
-            tile_m, tile_n
-        ):
+    for (tile_m, tile_n), ways in current().tiles.items():
+        cooperative = ways[0] if fixed.cooperative is None else fixed.cooperative
+        if not _is_possible((tile_m, tile_n), shape, program, traffic, fixed) or cooperative not in ways:
             continue
         for cluster_m in [fixed.cluster_m] if fixed.cluster_m else _clusters_for(shape, tile_m):
             for split_k in (False, True) if fixed.split_k is None else (fixed.split_k,):
@@ -163,10 +148,11 @@ def _with_promotion(fixed: GemmConfig, shape: GemmShape) -> GemmConfig:
                 "False or None, for their products are summed in float32"
             )
         return dataclasses.replace(fixed, promote=0)
-    promote = (PROMOTE if shape.k > UNPROMOTED_K else 0) if fixed.promote is None else int(fixed.promote)
+    arch = current()
+    promote = (arch.promoted_k if shape.k > arch.unpromoted_k else 0) if fixed.promote is None else int(fixed.promote)
     if not promote:
         return dataclasses.replace(fixed, promote=0)
-    tile_m, tile_n = PROMOTED_TILE
+    tile_m, tile_n = arch.promoted_tile
     promoted = dataclasses.replace(
         fixed, tile_m=tile_m, tile_n=tile_n, cooperative=True, split_k=False, promote=promote
     )
@@ -196,12 +182,12 @@ def _is_possible(
         return False
     if size == (64, 192) and not (fixed.tile_m and fixed.tile_n) and program.halves.head != 192:
         return False
-    return shape.transpose_b or tile_n // program.halves.n_halves * shape.element_bytes % ROW_BYTES == 0
+    return shape.transpose_b or tile_n // program.halves.n_halves * shape.element_bytes % current().row_bytes == 0
 
 
 def takes_heads(columns: int) -> bool:
     """Whether some tile has whole heads of so many columns, and half a head is whole boxes."""
-    return any(_has_heads(tile_n, columns) for _, tile_n in TILES)
+    return any(_has_heads(tile_n, columns) for _, tile_n in current().tiles)
 
 
 def _has_heads(tile_n: int, columns: int) -> bool:
@@ -302,7 +288,7 @@ def _uncached_instructions(program: Program, tile: TileShape, passes: int) -> fl
     128 x 192, and 5 % in 128 x 128.
     """
     places = tile.consumer_m * tile.tile_n // 128 // program.halves.acc_halves  # elements of a thread
-    return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / passes - _CACHED_INSTRUCTIONS)
+    return max(0.0, _OTHER_INSTRUCTIONS + places * instructions(program) / passes - current().cached_instructions)
 
 
 def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k_bytes: int) -> Iterator[_Pipeline]:
@@ -343,21 +329,22 @@ def _preferred(program: Program, traffic: EpilogueTraffic, tile: TileShape, k_by
 
 def _least_box(traffic: EpilogueTraffic) -> int:
     """The columns of the narrowest box."""
-    return LEAST_BOX_BYTES // traffic.narrowest_bytes
+    return current().least_row_bytes // traffic.narrowest_bytes
 
 
 def _check_boxes(fixed: GemmConfig, program: Program, traffic: EpilogueTraffic) -> None:
     """Raises ValueError for boxes that no tile can have."""
+    arch = current()
     box_n = fixed.box_n or max(fixed.subtile_n or _LEAST_SUBTILE, _least_box(traffic))
-    if box_n * traffic.widest_bytes > 128:
+    if box_n * traffic.widest_bytes > arch.row_bytes:
         raise ValueError(
             f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.widest_bytes} bytes "
-            f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most 128"
+            f"of the {traffic.widest_bytes}-byte tiles; TMA's swizzle takes at most {arch.row_bytes}"
         )
     if box_n < _least_box(traffic):
         raise ValueError(
             f"GemmConfig: box_n = {box_n} makes rows of {box_n * traffic.narrowest_bytes} bytes "
-            f"of the {traffic.narrowest_bytes}-byte tiles; TMA's swizzle takes at least {LEAST_BOX_BYTES}"
+            f"of the {traffic.narrowest_bytes}-byte tiles; TMA's swizzle takes at least {arch.least_row_bytes}"
         )
     if program.halves.head and program.halves.head // 2 % box_n:
         raise ValueError(f"GemmConfig: box_n = {box_n} does not divide half a head of {program.halves.head} columns")
@@ -373,7 +360,7 @@ def _misfit(
         return "GemmConfig: split_k = True with a product of groups; their tiles are never split, and it must be False"
     if not tiles:
         return (
-            f"of the tiles {', '.join(f'{m}x{n}' for m, n in TILES)} none has"
+            f"of the tiles {listed(current().tiles)} none has"
             + (f" tile_m = {fixed.tile_m}" if fixed.tile_m else "")
             + (f" tile_n = {fixed.tile_n}" if fixed.tile_n else "")
             + (f" whole heads of {program.halves.head} columns" if program.halves.head else "")
@@ -394,5 +381,5 @@ def _misfit(
     return (
         f"the epilogue's tiles ({traffic.load_bytes} bytes loaded and {traffic.store_bytes} stored for each element), "
         f"{traffic.column_reductions} column reductions and {traffic.vectors_over_columns} vectors over columns "
-        f"do not fit into {SHARED_BYTES_PER_BLOCK} bytes of shared memory with {fixed}"
+        f"do not fit into {current().shared_bytes} bytes of shared memory with {fixed}"
     )

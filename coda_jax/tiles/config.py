@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-CONSUMERS = 2  # warpgroups that multiply and run the epilogue, in turn or together
-THREADS = 128 * (1 + CONSUMERS)
-# (tile_m, tile_n) that the kernel can have; cooperative tiles, of which each consumer has half of the rows, always or
-# by choice; tiles that it can split along k.
-TILES = ((128, 128), (128, 192), (64, 256), (64, 128), (64, 64), (128, 256), (64, 192))
-COOPERATIVE_TILES = ((128, 256),)
-EITHER_WAY_TILES = ((128, 192),)
-_WAYS: dict[tuple[int | None, int | None], tuple[bool, ...]] = {
-    size: (True,) if size in COOPERATIVE_TILES else (False, True) if size in EITHER_WAY_TILES else (False,)
-    for size in TILES
-}
-SPLIT_K_TILES = tuple(tile for tile in TILES if tile not in COOPERATIVE_TILES)
+from coda_jax.tiles.arch import current
+
 MAX_STAGES = 12
-PROMOTED_TILE = (128, 192)  # cooperative: registers have room for two accumulators
-UNPROMOTED_K, PROMOTE = 4096, 512  # 8-bit factors with a longer k than the first are promoted every 512 elements of k
-ROW_BYTES = 128  # of a row of a factor's tile in shared memory, and so of a k block: the widest swizzle
 
 
 def tile_k(dtype: np.dtype) -> int:
     """Elements of a k block, for factors of this dtype."""
-    return ROW_BYTES // np.dtype(dtype).itemsize
+    return current().row_bytes // np.dtype(dtype).itemsize
 
 
 class TileShape(NamedTuple):
@@ -50,13 +38,14 @@ class TileShape(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """The key of the cost model's constants: the size, and CONSUMERS if it is cooperative by choice alone."""
-        return (*self.size, CONSUMERS) if self.cooperative and self.size in EITHER_WAY_TILES else self.size
+        """The key of the cost model's constants: the size, and the consumers if it is cooperative by choice alone."""
+        arch = current()
+        return (*self.size, arch.consumers) if self.cooperative and self.size in arch.either_way_tiles else self.size
 
     @property
     def consumer_m(self) -> int:
         """Rows of a tile that one consumer has."""
-        return self.tile_m // (CONSUMERS if self.cooperative else 1)
+        return self.tile_m // (current().consumers if self.cooperative else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +54,7 @@ class GemmConfig:
 
     Attributes:
       tile_m, tile_n: rows and columns of the output that a warpgroup, or two together, computes at a time: one of
-        `TILES`.
+        `Arch.tiles`.
       stages: depth of the ring of operand tiles, each a k block of 128 bytes: 64 of k of 16-bit factors. 2 to 12.
       cluster_m: CTAs along m that share b's tiles through multicast, 1 or 2.
       box_n: columns of the boxes in which the epilogue's tiles are copied, 16, 32 or 64; a row of a box is at most 128
@@ -74,7 +63,7 @@ class GemmConfig:
       load_slots: depth of the ring that prefetches the epilogue's tile operands, in boxes of 64 rows.
       store_slots: depth of each warp's ring of results on their way to memory, in boxes of 16 rows.
       split_k: whether the tiles of the last, partial wave, if they fill at most half of the chip, are split along k
-        among all SMs. A launch then has a workspace of 132 float32 tiles. Cooperative tiles cannot be split.
+        among all SMs. A launch then has a workspace of a float32 tile for each. Cooperative tiles cannot be split.
       column_passes: the number of groups of a tile's columns on which the same code of the epilogue works one after the
         other: more than 1 where code for all columns would exceed the instruction cache. All groups have the same
         number of whole boxes, and whole heads.
@@ -101,9 +90,10 @@ class GemmConfig:
     promote: int | None = None
 
     def __post_init__(self) -> None:
+        arch = current()
         for name, allowed in (
-            ("tile_m", sorted({m for m, _ in TILES})),
-            ("tile_n", sorted({n for _, n in TILES})),
+            ("tile_m", sorted({m for m, _ in arch.tiles})),
+            ("tile_n", sorted({n for _, n in arch.tiles})),
             ("stages", range(2, MAX_STAGES + 1)),
             ("cluster_m", (1, 2)),
             ("box_n", (16, 32, 64)),
@@ -117,29 +107,28 @@ class GemmConfig:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ValueError(f"GemmConfig: {name} = {value}; it must be one of {list(allowed)}")
-        size = (self.tile_m, self.tile_n)
-        if self.split_k and (size in COOPERATIVE_TILES or self.cooperative):
+        size: Any = (self.tile_m, self.tile_n)
+        if self.split_k and (size in arch.cooperative_tiles or self.cooperative):
             raise ValueError(
                 f"GemmConfig: split_k = True with {'cooperative ' * bool(self.cooperative)}tiles of "
-                f"{self.tile_m}x{self.tile_n}; it must be one of {', '.join(f'{m}x{n}' for m, n in SPLIT_K_TILES)}, "
-                "not cooperative"
+                f"{self.tile_m}x{self.tile_n}; it must be one of {listed(arch.split_k_tiles)}, not cooperative"
             )
-        if self.cooperative is not None and size in TILES and self.cooperative not in _WAYS[size]:
+        if self.cooperative is not None and self.cooperative not in arch.tiles.get(size, (False, True)):
             raise ValueError(
                 f"GemmConfig: cooperative = {self.cooperative} with tiles of {self.tile_m}x{self.tile_n}; tiles of "
-                "128x256 are always cooperative, of 128x192 by choice, others never"
+                f"{listed(arch.cooperative_tiles)} are always cooperative, of {listed(arch.either_way_tiles)} by "
+                "choice, others never"
             )
-        if self.promote is not None and (
-            not isinstance(self.promote, int) or self.promote is True or self.promote < 0 or self.promote % ROW_BYTES
-        ):
+        unit, promote = arch.row_bytes, self.promote
+        if promote is not None and (not isinstance(promote, int) or promote is True or promote < 0 or promote % unit):
             raise ValueError(
-                f"GemmConfig: promote = {self.promote}; it must be False or a multiple of {ROW_BYTES}, elements of k"
+                f"GemmConfig: promote = {promote}; it must be False or a multiple of {unit}, elements of k"
             )
 
 
-def ways_of(tile_m: int, tile_n: int) -> tuple[bool, ...]:
-    """The possible values of `cooperative` for tiles of this size, the default first."""
-    return _WAYS[tile_m, tile_n]
+def listed(sizes: Iterable[tuple[int, int]]) -> str:
+    """Sizes of tiles, for messages: "128x128, 128x192"."""
+    return ", ".join(f"{m}x{n}" for m, n in sizes)
 
 
 @dataclasses.dataclass(frozen=True)

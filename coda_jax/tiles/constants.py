@@ -13,16 +13,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from coda_jax.tiles.config import ROW_BYTES
-
-NUM_SMS = 132  # of an H100 or H200 with SXM
-# The unit of `Constants` where all SMs together reach 700 TFLOP/s with 16-bit factors, as they do at the power limit.
-UNIT_NANOSECONDS = NUM_SMS * 2 * 128 * 128 * (ROW_BYTES // 2) / 700e3
-# In a program of several devices, NCCL occupies some SMs for a while. If all blocks of a product had fixed shares of
-# its tiles, the blocks of those SMs would begin when the others end. So blocks claim their tiles (cuda/claims.cuh). A
-# block also ends after this time, or up to twice this time, so that a collective need not wait for the end of a long
-# product.
-YIELD_NANOSECONDS = 1_000_000
+from coda_jax.tiles import arch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +163,8 @@ def by_time(constants: Constants) -> Constants:
 
 
 def constants_for(device: str | None) -> Constants:
-    """The constants of this kind of device; an H200's for other kinds, and for None."""
-    return CONSTANTS.get(device or "", CONSTANTS["NVIDIA H200"])
+    """The constants of this kind of device; for other kinds, and for None, those of `Arch.default_device`."""
+    return CONSTANTS.get(device or "", CONSTANTS[arch.of(device).default_device])
 
 
 def tiles_by() -> str:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from coda_jax.tiles.config import ROW_BYTES, TileShape
-from coda_jax.tiles.constants import NUM_SMS, Constants
+from coda_jax.tiles.arch import current
+from coda_jax.tiles.config import TileShape
+from coda_jax.tiles.constants import Constants
 from coda_jax.tiles.traffic import ElementTraffic
 
 _NOT_HIDDEN = 0.1  # share of the shorter of computing and reading from memory that the longer does not hide
@@ -55,7 +56,7 @@ class GemmShape:
 
     @property
     def k_blocks(self) -> int:
-        return -(-self.k_bytes // ROW_BYTES)
+        return -(-self.k_bytes // current().row_bytes)
 
 
 def best_first(costs: Mapping[_T, tuple[float, float]]) -> list[_T]:
@@ -93,7 +94,7 @@ def cost(shape: GemmShape, tile: TileShape, traffic: ElementTraffic, constants: 
     if tile.cooperative and shape.symmetric:
         return math.inf
     c = constants
-    at_once, clusters = NUM_SMS // tile.cluster_m, _clusters(shape, tile)
+    at_once, clusters = current().sms // tile.cluster_m, _clusters(shape, tile)
     split, k_parts = split_tiles(shape, tile)
     waves, left_over = divmod(clusters - split, at_once)
     k_blocks, kind, area = shape.k_blocks, tile.kind, tile.tile_m * tile.tile_n / (128 * 128)
@@ -149,7 +150,7 @@ def relative_power(shape: GemmShape, tile: TileShape, constants: Constants) -> f
 
     `cost` multiplies a time by it to get the energy.
     """
-    at_once, (split, k_parts) = NUM_SMS // tile.cluster_m, split_tiles(shape, tile)
+    at_once, (split, k_parts) = current().sms // tile.cluster_m, split_tiles(shape, tile)
     waves, left_over = divmod(_clusters(shape, tile), at_once)
     if not waves:
         return _power(tile, (split * k_parts or left_over) / at_once, constants)
@@ -167,7 +168,7 @@ def _last_wave(shape: GemmShape, share: float, constants: Constants) -> float:
 
     In a long product idle SMs save power. The last wave of a short product counts in full.
     """
-    if _clusters(shape, TileShape(128, 128, 1, False, False)) < _FEW_WAVES * NUM_SMS:
+    if _clusters(shape, TileShape(128, 128, 1, False, False)) < _FEW_WAVES * current().sms:
         return 1.0
     return constants.idle + (1 - constants.idle) * share
 
@@ -175,11 +176,11 @@ def _last_wave(shape: GemmShape, share: float, constants: Constants) -> float:
 def split_tiles(shape: GemmShape, tile: TileShape) -> tuple[int, int]:
     """How many clusters' tiles are split along k, and into how many k slices each.
 
-    It agrees with cuda/scheduler.cuh for 132 SMs and an output whose columns are one section.
+    It agrees with cuda/scheduler.cuh for that many SMs and an output whose columns are one section.
     """
     if not tile.split_k or not isinstance(shape.m, int) or not isinstance(shape.batch, int):
         return 0, 1
-    at_once = NUM_SMS // tile.cluster_m
+    at_once = current().sms // tile.cluster_m
     left_over = _clusters(shape, tile) % at_once
     k_parts = min(at_once // left_over, _MAX_K_PARTS, shape.k_blocks // _MIN_BLOCKS) if left_over else 1
     return (left_over, k_parts) if k_parts > 1 else (0, 1)
@@ -187,7 +188,7 @@ def split_tiles(shape: GemmShape, tile: TileShape) -> tuple[int, int]:
 
 def may_split(shape: GemmShape, tile: TileShape) -> bool:
     """Whether split-K splits any tile, in a product with few enough waves for that to matter."""
-    waves = _clusters(shape, tile) * tile.cluster_m / NUM_SMS
+    waves = _clusters(shape, tile) * tile.cluster_m / current().sms
     return split_tiles(shape, tile)[0] > 0 and waves < _MANY_WAVES
 
 

@@ -15,7 +15,6 @@ Environment, read when a product is lowered:
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import fcntl
 import functools
@@ -35,10 +34,11 @@ import numpy as np
 
 from coda_jax import ffi
 from coda_jax.epilogue import Program
+from coda_jax.tiles import arch
 from coda_jax.tiles.agreement import may_consult
 from coda_jax.tiles.choose import choose_config
 from coda_jax.tiles.config import GemmConfig, KernelConfig
-from coda_jax.tiles.constants import UNIT_NANOSECONDS, by_time, constants_for, constants_in_use, tiles_by
+from coda_jax.tiles.constants import by_time, constants_for, constants_in_use, tiles_by
 from coda_jax.tiles.cost_model import GemmShape, cost
 from coda_jax.tiles.traffic import EpilogueTraffic, element_traffic
 
@@ -106,7 +106,7 @@ def expected_nanoseconds(problem: Problem, config: KernelConfig, device: str | N
     if config.tile.kind not in constants.of_block:
         return None
     units = cost(shape, config.tile, traffic, constants)
-    return None if math.isinf(units) else max(1, round(units * UNIT_NANOSECONDS))
+    return None if math.isinf(units) else max(1, round(units * arch.of(device).unit_nanoseconds))
 
 
 def config_for(problem: Problem, fixed: GemmConfig | None, device: str | None) -> tuple[KernelConfig, str]:
@@ -115,7 +115,7 @@ def config_for(problem: Problem, fixed: GemmConfig | None, device: str | None) -
     Args:
       fixed: the user's, which comes before all others.
       device: kind of the device it runs on; None if that is not known: then no table is read, and the cost model is
-        that of an H200.
+        that of `Arch.default_device`.
     """
     if fixed is not None and fixed != GemmConfig():
         return problem.config(fixed, device), "config"
@@ -136,27 +136,9 @@ def config_for(problem: Problem, fixed: GemmConfig | None, device: str | None) -
     return problem.config(None, device), "cost model"
 
 
-_named: contextvars.ContextVar[str | None] = contextvars.ContextVar("named_device", default=None)
-
-
-@contextlib.contextmanager
-def as_if_attached(device: str | None) -> Iterator[None]:
-    """A context in which tiles are chosen as if a Hopper GPU of this kind were attached; None changes nothing."""
-    token = _named.set(device)
-    try:
-        yield
-    finally:
-        _named.reset(token)
-
-
-def named_device() -> str | None:
-    """The kind of device of `as_if_attached`."""
-    return _named.get()
-
-
 def attached_device() -> str | None:
     """Kind of the attached GPUs, if there are any and all are of one kind."""
-    if (named := named_device()) is not None:
+    if (named := arch.named_device()) is not None:
         return named
     try:
         kinds = {device.device_kind for device in jax.devices("cuda")}

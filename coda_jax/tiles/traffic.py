@@ -10,12 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from coda_jax.epilogue import Axis, Program, ReductionOp
-from coda_jax.tiles.config import CONSUMERS, COOPERATIVE_TILES, ROW_BYTES, KernelConfig
+from coda_jax.tiles.arch import current
+from coda_jax.tiles.config import KernelConfig
 
-SHARED_BYTES_PER_BLOCK = 232_448  # what one block of an sm_90 device can have
-LEAST_BOX_BYTES = 32  # of a row of a box: the narrowest swizzle
 CLAIMS_BYTES = 16 * 12  # of a kernel that claims its tiles (cuda/claims.cuh)
-_KEPT_REGISTERS = 192  # of a thread's 240, for the accumulator and tables
 _LIGHT_NODES = 7  # up to so many nodes for an element, registers are plenty and time is short
 # The relative time of each operation that has been measured in a cooperative tile; a logistic has two slow
 # instructions. `Operation.instructions` has the number of instructions instead.
@@ -120,7 +118,7 @@ def _arithmetic(program: Program) -> float:
     operation_times = _TIMED_WITH_HEADS if program.halves.head else _TIMED
     if not program.stores or has_logsumexp(program):
         return math.inf
-    if program.halves.head and not all(keeps_tables(program, size) for size in COOPERATIVE_TILES):
+    if program.halves.head and not all(keeps_tables(program, size) for size in current().cooperative_tiles):
         return math.inf
     reduced = [value for reduction in program.reductions for value in reduction.values]
     section_times = []
@@ -153,7 +151,8 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
     Args:
       groups: of a grouped product; 0 for any other.
     """
-    operands = config.stages * (config.tile_m + config.tile_n) * ROW_BYTES
+    arch = current()
+    operands = config.stages * (config.tile_m + config.tile_n) * arch.row_bytes
     load_ring = config.load_slots * 64 * config.box_n * traffic.load_bytes
     store_rings = 4 * config.store_slots * 16 * config.box_n * traffic.store_bytes
     transposed = config.store_slots * config.consumer_m * config.box_n * traffic.transposed_bytes
@@ -161,8 +160,8 @@ def shared_bytes(config: KernelConfig, program: Program, traffic: EpilogueTraffi
     columns = config.tile_n // program.halves.runs(program.halves.acc)
     over_columns = (traffic.column_reductions * 4 + traffic.vectors_over_columns * 2) * columns * 4
     epilogue = _round_up(transposed + load_ring + store_rings + over_columns, 1024)
-    barriers = 16 * config.stages + CONSUMERS * 16 * (config.load_slots if traffic.load_bytes else 1)
-    return operands + CONSUMERS * epilogue + barriers + (_group_table_bytes(groups) if groups else 0)
+    barriers = 16 * config.stages + arch.consumers * 16 * (config.load_slots if traffic.load_bytes else 1)
+    return operands + arch.consumers * epilogue + barriers + (_group_table_bytes(groups) if groups else 0)
 
 
 def _group_table_bytes(groups: int) -> int:
@@ -177,9 +176,10 @@ def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
     Cooperative tiles do so if registers have room beside the accumulator: nothing hides the loads of each head there, 2
     to 7 % of a product. In other tiles the other consumer's products hide them, and loading ahead costs 1 to 3 %.
     """
-    if size not in COOPERATIVE_TILES:
+    arch = current()
+    if size not in arch.cooperative_tiles:
         return False
-    blocks, tile_n = size[0] // CONSUMERS // 64, size[1]
+    blocks, tile_n = size[0] // arch.consumers // 64, size[1]
     # A table of 16 bits counts twice, as the assembler keeps its words both packed and widened.
     tables = sum(
         len(program.loads(i)) * (4 // np.dtype(one.dtype).itemsize)
@@ -187,7 +187,7 @@ def keeps_tables(program: Program, size: tuple[int, int]) -> bool:
         if one.kind.is_kept
     )
     # A thread has two of a block's 64 rows, and two of every eight columns of each half of a head.
-    return tables > 0 and blocks * (tile_n // 2 + tables * program.halves.head // 4) <= _KEPT_REGISTERS
+    return tables > 0 and blocks * (tile_n // 2 + tables * program.halves.head // 4) <= arch.kept_registers
 
 
 def _round_up(value: int, multiple: int) -> int:

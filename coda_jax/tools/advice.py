@@ -18,7 +18,8 @@ from coda_jax.lowering.addressing import unaligned_rows
 from coda_jax.lowering.launch import folds
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.spec import GemmSpec
-from coda_jax.tiles.constants import CONSTANTS, UNIT_NANOSECONDS
+from coda_jax.tiles import arch
+from coda_jax.tiles.constants import CONSTANTS
 from coda_jax.tools.unfused import Unfused
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _small_product_advice(products: Mapping[Product, int], calls: Calls, device:
     """
     if device not in CONSTANTS:
         return
-    launch_us = min(CONSTANTS[device].start) * UNIT_NANOSECONDS / 1e3
+    launch_us = min(CONSTANTS[device].start) * arch.of(device).unit_nanoseconds / 1e3
     kernels = [
         (product, count, product.cost, product.cost.us)
         for product, count in products.items()

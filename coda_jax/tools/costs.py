@@ -18,7 +18,7 @@ from coda_jax.lowering.on_devices import BARE, shard_of_types
 from coda_jax.primitives.dtypes import result_dtype
 from coda_jax.primitives.gemm_primitive import xla_tiles
 from coda_jax.primitives.spec import GemmSpec
-from coda_jax.tiles.chips import COPIED, chip_of
+from coda_jax.tiles import arch
 from coda_jax.tiles.config import KernelConfig
 from coda_jax.tiles.constants import CONSTANTS
 from coda_jax.tiles.cost_model import GemmShape
@@ -81,7 +81,7 @@ def cost_of(avals: Sequence[Any], spec: GemmSpec, config: KernelConfig | None, d
     m, n, k, batch = (problem.shape.m, problem.shape.n, problem.shape.k, problem.shape.batch)
     read, written = (sum(math.prod(x.shape) * x.dtype.itemsize for x in xs) for xs in (plain, results))
     flops = 2 * m * n * k * batch if not spec.symmetric else m * (m + 1) * k * batch
-    chip = chip_of(device) if device else None
+    chip = arch.chip_of(device) if device else None
     if chip is None or device not in CONSTANTS:
         return Cost(flops, read, written)
     compute_us = flops / chip.tflops_of(problem.shape.element_bytes) / 1e6
@@ -116,8 +116,8 @@ def shard_of(avals: Sequence[Any], spec: GemmSpec) -> tuple[Sequence[Any], GemmS
 
 def pass_us(traffic: int, device: str | None) -> float | None:
     """Microseconds of a pass over so many bytes; None for an unknown device."""
-    chip = chip_of(device) if device else None
-    return traffic / (COPIED * chip.tbytes) / 1e6 if chip else None
+    chip = arch.chip_of(device) if device else None
+    return traffic / (arch.of(device).copy_share * chip.tbytes) / 1e6 if chip else None
 
 
 def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str) -> float | None:
@@ -128,7 +128,8 @@ def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str)
     ):
         return None
     bare = Problem(shape, BARE, dtype, (np.dtype(out_dtype),), False, (False, False))
-    nanoseconds = expected_nanoseconds(bare, bare.config(None, device), device)
+    with arch.as_if_attached(device):
+        nanoseconds = expected_nanoseconds(bare, bare.config(None, device), device)
     return nanoseconds / 1e3 if nanoseconds else None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from coda_jax.tiles import arch
 from coda_jax.tiles.constants import CONSTANTS
 
-DEFAULT_DEVICE = "NVIDIA H200"  # where none is named or attached
-# A chip's memory by the beginning of JAX's device kind: the data sheet's number, as GiB.
-_GIB_OF_CHIP = {"NVIDIA H200": 141, "NVIDIA H100": 80}
+DEFAULT_DEVICE = arch.of(None).default_device  # where none is named or attached
 # Estimated temporaries are within this factor of XLA's in the steps of record.
 NEAR = 1.15
 _FRACTION = 0.75  # of a GPU's memory, which JAX allocates by default
@@ -14,7 +13,8 @@ _FRACTION = 0.75  # of a GPU's memory, which JAX allocates by default
 
 def gib_of_chip(device: str | None) -> int | None:
     """The device's memory; None if it is not known."""
-    return next((gib for name, gib in _GIB_OF_CHIP.items() if device and device.startswith(name)), None)
+    chip = arch.chip_of(device) if device else None
+    return chip and chip.gib
 
 
 def fits(gib: float, chip_gib: int | None, *, is_estimate: bool = True) -> bool | None:

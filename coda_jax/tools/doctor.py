@@ -180,14 +180,18 @@ def check_driver(here: Machine) -> Iterator[Finding]:
 
 
 def check_gpus(here: Machine) -> Iterator[Finding]:
+    from coda_jax.tiles.arch import current
+
+    arch = current()
     for name, capability in here.gpus:
-        if capability == "9.0":
+        if capability == arch.capability:
             yield Finding("GPU", f"{name}, compute capability {capability}")
         else:
-            text = (
-                f"{name} has compute capability {capability}; the kernels need 9.0 (Hopper), products take XLA's form"
+            need = f"the kernels need {arch.capability} ({arch.name})"
+            text = f"{name} has compute capability {capability}; {need}, products take XLA's form"
+            yield broken(
+                "GPU", text, f"use a {arch.name} GPU; CUDA_VISIBLE_DEVICES=... names it where others are beside it"
             )
-            yield broken("GPU", text, "use a Hopper GPU; CUDA_VISIBLE_DEVICES=... names it where others are beside it")
     if not here.gpus and here.version is not None and here.fault is None:
         yield broken("GPU", "the driver shows none", "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists what is there")
     if here.gpus and not _is_seen():
@@ -277,12 +281,15 @@ def _bias_gelu(acc: Any, bias: Any) -> Any:
 
 
 def check_kernel(here: Machine) -> Iterator[Finding]:
-    """Compiles products with an epilogue, with factors of 16 and of 8 bits. On a Hopper GPU it also runs them, and
-    compares with float64.
+    """Compiles products with an epilogue, with factors of 16 and of 8 bits. On a GPU that has the kernels it also runs
+    them, and compares with float64.
     """
     from coda_jax import ffi
     from coda_jax.epilogue.dtypes import FACTORS, FLOATS_OF_8_BITS
+    from coda_jax.tiles.arch import current
 
+    arch = current()
+    is_here = any(capability == arch.capability for _, capability in here.gpus)
     if ffi.unavailable_reason():
         return
     for dtype in (FACTORS[0], FLOATS_OF_8_BITS[0]):
@@ -290,10 +297,10 @@ def check_kernel(here: Machine) -> Iterator[Finding]:
         yield from findings
         if any(finding.is_broken for finding in findings):
             return
-        if any(capability == "9.0" for _, capability in here.gpus) and _is_seen():
+        if is_here and _is_seen():
             yield from _run(dtype)
-    if not any(capability == "9.0" for _, capability in here.gpus):
-        yield Finding("kernel", "not run: no Hopper GPU here")
+    if not is_here:
+        yield Finding("kernel", f"not run: no {arch.name} GPU here")
 
 
 def _compiled(dtype: str) -> Iterator[Finding]:
@@ -302,7 +309,9 @@ def _compiled(dtype: str) -> Iterator[Finding]:
 
     import coda_jax
     from coda_jax import ffi
+    from coda_jax.tiles.arch import current
 
+    target = current().target
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape in (_SHAPE, _SHAPE)]
     types.append(jax.ShapeDtypeStruct(_SHAPE[:1], "float32"))
     try:
@@ -312,17 +321,15 @@ def _compiled(dtype: str) -> Iterator[Finding]:
             return
         # A unique source, whose kernel is not kept: a cached one would prove nothing about NVRTC.
         source = f"{product.source}\n// doctor {uuid.uuid4().hex}\n"
-        made = ffi.compile(source, "doctor")
+        made = ffi.compile(source, "doctor", target)
     except Exception as error:  # whatever stops it is the finding
         yield broken("kernel", f"{dtype} does not compile: {error}", 'pip install -U "nvidia-cuda-nvrtc>=13.0,<14"')
         return
     if ffi.cache_directory():
-        for entry in pathlib.Path(ffi.cache_directory()).glob(f"{ffi.kernel_key(source)}-*.kernel"):
+        for entry in pathlib.Path(ffi.cache_directory()).glob(f"{ffi.kernel_key(source, target)}-*.kernel"):
             entry.unlink()
     registers = re.search(r"Used (\d+) registers", made.log)
-    text = (
-        f"{product.tile} of {dtype} compiled for {ffi.ARCH} in {made.seconds:.1f} s, {len(made.cubin) / 1024:.0f} KiB"
-    )
+    text = f"{product.tile} of {dtype} compiled for {target} in {made.seconds:.1f} s, {len(made.cubin) / 1024:.0f} KiB"
     yield Finding("kernel", text + (f", {registers[1]} registers" if registers else ""))
 
 

@@ -21,7 +21,8 @@ from coda_jax.lowering.select import Selection, select
 from coda_jax.primitives.fallbacks import coda_note_p
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.told import coda_told_p
-from coda_jax.tiles.table import as_if_attached, attached_device
+from coda_jax.tiles.arch import as_if_attached
+from coda_jax.tiles.table import attached_device
 from coda_jax.tools import text
 from coda_jax.tools.advice import Advice, Calls, advise, remedy_of
 from coda_jax.tools.attention import AttentionCall, attention_call
@@ -286,7 +287,8 @@ def explained(
             products[product] += times
             calls.add(product, equation)
         elif equation.primitive in FORMS:
-            attention_calls[attention_call(equation, platform, num_devices)] += times
+            with as_if_attached(named):
+                attention_calls[attention_call(equation, platform, num_devices)] += times
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
             remedies[equation.params["message"]] = equation.params["remedy"]

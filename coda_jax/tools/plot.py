@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from coda_jax.epilogue.dtypes import FLOATS_OF_8_BITS
-from coda_jax.tiles.chips import chip_of
+from coda_jax.tiles.arch import chip_of
 from coda_jax.tools.costs import Cost
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from coda_jax.tiles import arch
 from coda_jax.tools.costs import pass_us
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _products(explained: Explanation) -> Iterator[str]:
     rows = [header]
     for product, count in explained.products.items():
         reason = product.reason and " ".join(product.reason.split())  # on one line of the table
-        target = f"XLA: {reason}" if reason else f"Hopper kernel, {product.tile}"
+        target = f"XLA: {reason}" if reason else f"{arch.of(explained.device).name} kernel, {product.tile}"
         numbers = ("",) * 5
         if (cost := product.cost) is not None:
             share = f"{cost.share:.0%} of {cost.bound}" if cost.share is not None else ""
@@ -83,7 +84,11 @@ def _own_attention(explained: Explanation) -> Iterator[str]:
     header = ("count", "attention", "query", "key, value", "mask", "GFLOP", "pairs", "tiles skipped", "MB", "us")
     rows = [(*header, "TFLOP/s", "lowered to")]
     for one, count in explained.attention_calls.items():
-        target = "Hopper kernels" if one.reason is None else f"XLA: {' '.join(one.reason.split())}"
+        target = (
+            f"{arch.of(explained.device).name} kernels"
+            if one.reason is None
+            else f"XLA: {' '.join(one.reason.split())}"
+        )
         each = f", on each device's part over {', '.join(one.over)}" if one.over else ""
         size = None if one.bytes_read is None or one.bytes_written is None else one.bytes_read + one.bytes_written
         numbers = (
@@ -102,7 +107,7 @@ def _own_attention(explained: Explanation) -> Iterator[str]:
     yield ""
     yield from columns([[row[i] for i in used] for row in rows], right)
     if (ms := explained.totals.attention_ms) > 0:
-        yield f"attention, by rates of an H100: about {ms:.{_places(ms)}f} ms"
+        yield f"attention, by rates of {arch.of(explained.device).name}: about {ms:.{_places(ms)}f} ms"
 
 
 def _attention(explained: Explanation) -> Iterator[str]:

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.lowering.launch import problem_of
-from coda_jax.lowering.select import CAPABILITY, select
+from coda_jax.lowering.select import select
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, coda_gemm_p
 from coda_jax.primitives.spec import GemmSpec
+from coda_jax.tiles import arch
 from coda_jax.tiles import table as tile_table
 from coda_jax.tiles.choose import candidates
 from coda_jax.tiles.config import GemmConfig, KernelConfig
@@ -92,7 +93,8 @@ class Tuning:
 
     def __str__(self) -> str:
         if not self.products:
-            return "no product with known sizes is lowered to the Hopper kernel with a tile of coda_jax's choice"
+            name = arch.of(self.device).name
+            return f"no product with known sizes is lowered to the {name} kernel with a tile of coda_jax's choice"
         rows = [("epilogue", "product", "tile", "us", "cost model's us")]
         for one in self.products:
             tile = f"{one.config.name}, cluster of {one.config.cluster_m}"
@@ -131,14 +133,17 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Tuning:
 
     Example: `print(coda.tune(train_step, state, batch))`
     """
+    here = arch.current()
     try:
         device, *_ = jax.local_devices(backend="cuda")
     except RuntimeError:
-        raise RuntimeError(f"tune: it measures on a Hopper GPU; JAX runs on {jax.default_backend()} here") from None
-    if device.compute_capability != CAPABILITY:
         raise RuntimeError(
-            f"tune: it measures on a Hopper GPU, of compute capability {CAPABILITY}; the {device.device_kind} has "
-            f"{device.compute_capability}"
+            f"tune: it measures on a {here.name} GPU; JAX runs on {jax.default_backend()} here"
+        ) from None
+    if device.compute_capability != here.capability:
+        raise RuntimeError(
+            f"tune: it measures on a {here.name} GPU, of compute capability {here.capability}; the "
+            f"{device.device_kind} has {device.compute_capability}"
         )
     if reason := ffi.unavailable_reason():
         raise RuntimeError(f"tune: kernels cannot be compiled: {reason}")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import coda_jax as coda
-from coda_jax.tiles.config import ROW_BYTES
+from coda_jax.tiles.arch import SM90
 from tools import pages
 
 BLUE, GREEN, ORANGE, GRAY = "#4c78a8", "#59a14f", "#f28e2b", "#d9d9d9"
@@ -163,7 +163,7 @@ def shared_memory() -> Figure:
         (product,) = coda.explain(function, *types, platform="cuda", source=True).products
         assert product.source and product.tile
         of = constants_of(product.source)
-        stage = ROW_BYTES * (of["tile_m"] + of["tile_n"])
+        stage = SM90.row_bytes * (of["tile_m"] + of["tile_n"])
         for i in range(of["stages"]):
             axes.barh(-y, stage / 1024, left=i * stage / 1024, height=0.6, color=BLUE, edgecolor="white")
         rest = of["shared_bytes"] - of["stages"] * stage

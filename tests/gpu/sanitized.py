@@ -3,6 +3,7 @@
 `python -m tests.gpu.sanitized more` runs that part of `PARTS` alone.
 """
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -14,8 +15,8 @@ import coda_jax as coda
 from benchmarks.lab import operators
 from benchmarks.programs import PROGRAMS
 from coda_jax.attend import kernel as attention_kernel
-from coda_jax.lowering import cuda, kernel
-from coda_jax.tiles.config import TILES
+from coda_jax.lowering import cuda
+from coda_jax.tiles import arch
 from tests import block_cases
 from tests.attention_cases import EPILOGUES, OF_GRADIENTS
 from tests.attention_scores import is_float, learned, scores
@@ -213,7 +214,7 @@ def run_products() -> None:
         run_fp8(name, "float8_e5m2", 1296, coda.GemmConfig(promote=512), "promoted ")
     for tile_m, tile_n, cluster_m in ((128, 128, 2), (128, 192, 2), (128, 256, 2), (64, 256, 1)):
         run_groups(coda.GemmConfig(tile_m=tile_m, tile_n=tile_n, cluster_m=cluster_m), f"in {tile_m} x {tile_n} ")
-    for tile_m, tile_n in TILES:
+    for tile_m, tile_n in arch.SM90.tiles:
         for cluster_m in (1, 2):
             tile = {"tile_m": tile_m, "tile_n": tile_n, "cluster_m": cluster_m}
             run_symmetric(520, 136, coda.GemmConfig(**tile), f"in {tile_m} x {tile_n} ")
@@ -232,7 +233,8 @@ def run_products() -> None:
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary_64"):
         run(name, 264, 400, 136, config=coda.GemmConfig(tile_m=128, column_passes=2), about="in two passes ")
     cuda.is_of_several = lambda ctx: True  # as in a program of several devices
-    kernel.YIELD_NANOSECONDS = 300  # a tile or two each, but for the blocks that stay
+    # A tile or two each, but for the blocks that stay.
+    arch.ARCHITECTURES = (dataclasses.replace(arch.SM90, yield_nanoseconds=300),)
     for name in ("residual_sumsq", "column_sum", "gated_backward", "qk_norm_rotary"):
         for tile_n in (128, 256):
             claiming = coda.GemmConfig(tile_m=128, tile_n=tile_n, split_k=False)

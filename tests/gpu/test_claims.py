@@ -1,12 +1,15 @@
 """Kernels whose blocks claim their tiles: the same bits as those of kernels whose blocks have tiles of their own."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.lowering import cuda, kernel
+from coda_jax.lowering import cuda
+from coda_jax.tiles import arch
 from coda_jax.tiles.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 from tests.gpu.test_repeats import CASES, LARGE, _arguments, _differing
@@ -26,7 +29,7 @@ CLIPPED, FEW_ROWS = (4104, 2080, 136), (72, 66016, 520)
     ids=str,
 )
 def test_same_bits(name, dtype, transpose_a, transpose_b, config, shape, nanoseconds, monkeypatch):
-    monkeypatch.setattr(kernel, "YIELD_NANOSECONDS", nanoseconds)
+    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, yield_nanoseconds=nanoseconds),))
     a, b, operands = _arguments(name, shape, dtype, transpose_a, transpose_b)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "config": config or GemmConfig(split_k=False)}
     arguments = (PROGRAMS[name], a, b, operands)
@@ -39,7 +42,7 @@ def test_same_bits(name, dtype, transpose_a, transpose_b, config, shape, nanosec
 
 @pytest.mark.parametrize("b_is_shared", [False, True])
 def test_batched(b_is_shared, monkeypatch):
-    monkeypatch.setattr(kernel, "YIELD_NANOSECONDS", 1000)
+    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, yield_nanoseconds=1000),))
     keys = jax.random.split(jax.random.key(0), 2)
     a = jax.random.normal(keys[0], (6, 520, 264), jnp.bfloat16)
     b = jax.random.normal(keys[1], (264, 784) if b_is_shared else (6, 264, 784), jnp.bfloat16)

@@ -10,7 +10,8 @@ import pytest
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
 from coda_jax.epilogue.rounding import round_to
-from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -18,11 +19,11 @@ PAIRS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)]
 # Whole tiles, ragged ones in every dimension, one row, and more tiles than there are multiprocessors.
 SHAPES = [(256, 512, 256), (1009, 784, 336), (1, 200, 48), (4096, 4104, 272), (130, 264, 4112)]
 PROMOTED = [GemmConfig(tile_m=128, tile_n=192, cooperative=True, promote=promote) for promote in (False, 128, 512)]
-WHOLE = [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in TILES]
+WHOLE = [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in SM90.tiles]
 CONFIGS = [
     *WHOLE,
-    *(GemmConfig(tile_m=m, tile_n=n, cluster_m=1, promote=False) for m, n in TILES),
-    *(GemmConfig(tile_m=m, tile_n=n, split_k=True, promote=False) for m, n in SPLIT_K_TILES),
+    *(GemmConfig(tile_m=m, tile_n=n, cluster_m=1, promote=False) for m, n in SM90.tiles),
+    *(GemmConfig(tile_m=m, tile_n=n, split_k=True, promote=False) for m, n in SM90.split_k_tiles),
     *PROMOTED,
 ]
 
@@ -51,7 +52,7 @@ def test_integers_are_exact(config, shape):
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize(
-    "config", [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in TILES] + PROMOTED, ids=str
+    "config", [GemmConfig(tile_m=m, tile_n=n, promote=False) for m, n in SM90.tiles] + PROMOTED, ids=str
 )
 def test_factors_have_dtypes_of_their_own(config, dtypes):
     a, b = integers((264, 1040), dtypes[0], 1), integers((400, 1040), dtypes[1], 2)

@@ -10,7 +10,7 @@ import pytest
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
 from coda_jax.epilogue import logsumexp
-from coda_jax.tiles.config import SPLIT_K_TILES, TILES
+from coda_jax.tiles.arch import SM90
 from tests import tolerance
 
 CPU = jax.devices("cpu")[0]
@@ -128,7 +128,7 @@ def test_row_sums_beside_float32_rows_of_any_four_columns():
         compare(fused, _plain(epilogue, transpose_b=True), a, b, ())
 
 
-@pytest.mark.parametrize("tile", TILES[1:], ids=str)
+@pytest.mark.parametrize("tile", list(SM90.tiles)[1:], ids=str)
 @pytest.mark.parametrize(
     "name",
     [
@@ -225,7 +225,7 @@ def test_erfc_is_as_exact_as_its_comment_says():
 PARTS = [(136, 144, 4104), (768, 768, 8192), (2056, 2064, 520), (4096, 1280, 520), (1, 144, 1032), (264, 400, 40)]
 
 
-@pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
+@pytest.mark.parametrize("tile", SM90.split_k_tiles, ids=str)
 @pytest.mark.parametrize("name", ["identity", "residual_sumsq", "swiglu", "column_sum", "logsumexp_pick"])
 def test_split_k(name, tile):
     program = PROGRAMS[name]

@@ -13,9 +13,10 @@ from benchmarks.epilogues import EpilogueCase
 from benchmarks.programs import spec_of
 from coda_jax.epilogue import ByGroup, trace
 from coda_jax.epilogue.groups import group_offsets
-from coda_jax.lowering import kernel
 from coda_jax.primitives.axes import Dimension
-from coda_jax.tiles.config import TILES, GemmConfig
+from coda_jax.tiles import arch
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 from tests import tolerance
 from tests.gpu.poisoned import poisoned
 from tests.test_ragged_gradients import check_gradients
@@ -182,7 +183,7 @@ def test_rows_in_groups(name, sizes):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("cluster_m", [1, 2])
-@pytest.mark.parametrize("size", TILES, ids=str)
+@pytest.mark.parametrize("size", SM90.tiles, ids=str)
 def test_tiles_of_rows_in_groups(size, cluster_m, dtype):
     config = GemmConfig(tile_m=size[0], tile_n=size[1], cluster_m=cluster_m)
     for name in ("identity", "kept_gate", "row_sums"):
@@ -227,7 +228,7 @@ def test_k_in_groups(sizes):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("cluster_m", [1, 2])
-@pytest.mark.parametrize("size", TILES, ids=str)
+@pytest.mark.parametrize("size", SM90.tiles, ids=str)
 def test_tiles_of_k_in_groups(size, cluster_m, dtype):
     config = GemmConfig(tile_m=size[0], tile_n=size[1], cluster_m=cluster_m)
     call, check = _contracted(SIZES["unaligned"], 264, 528, config=config, dtype=dtype)
@@ -268,7 +269,7 @@ def test_every_launch_gives_the_same_bits(name, config):
 @pytest.mark.parametrize("name", ["kept_gate", "scaled", "k"])
 def test_claimed_tiles(name, config, nanoseconds, monkeypatch):
     """The same bits as those of blocks that have tiles of their own."""
-    monkeypatch.setattr(kernel, "YIELD_NANOSECONDS", nanoseconds)
+    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, yield_nanoseconds=nanoseconds),))
     sizes, sources = _large_sizes(24, 8000), []
 
     def kept(source):

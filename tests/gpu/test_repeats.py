@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.programs import PROGRAMS
-from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 
 REPEATS = 1000
@@ -36,7 +37,7 @@ CASES = [
     ("qk_norm_rotary_64", jnp.bfloat16, False, False, GemmConfig(tile_m=128, tile_n=128, column_passes=2)),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n))
-        for tile_m, tile_n in TILES[1:]
+        for tile_m, tile_n in list(SM90.tiles)[1:]
         for name, transpose_a, transpose_b in (
             ("residual_sumsq", False, False),
             ("gated_backward", False, True),
@@ -46,7 +47,7 @@ CASES = [
     ),
     *(
         (name, jnp.bfloat16, transpose_a, transpose_b, GemmConfig(tile_m=tile_m, tile_n=tile_n, split_k=True))
-        for tile_m, tile_n in SPLIT_K_TILES
+        for tile_m, tile_n in SM90.split_k_tiles
         for name, transpose_a, transpose_b in (
             ("identity", True, False),
             ("residual_sumsq", False, False),

@@ -11,7 +11,8 @@ import pytest
 
 import coda_jax as coda
 from benchmarks.programs import Program
-from coda_jax.tiles.config import SPLIT_K_TILES, TILES, GemmConfig
+from coda_jax.tiles.arch import SM90
+from coda_jax.tiles.config import GemmConfig
 from tests.gpu.poisoned import poisoned_call
 from tests.gpu.test_gemm import compare
 
@@ -36,7 +37,7 @@ PROGRAMS = {
 }
 # Less than a tile; one square, whole and not; odd and even numbers of squares.
 SIZES = [(8, 8), (64, 40), (128, 64), (136, 72), (264, 136), (384, 200), (520, 72), (1032, 520), (2048, 256)]
-CLUSTERS = [GemmConfig(tile_m=m, tile_n=n, cluster_m=c, split_k=False) for m, n in TILES for c in (1, 2)]
+CLUSTERS = [GemmConfig(tile_m=m, tile_n=n, cluster_m=c, split_k=False) for m, n in SM90.tiles for c in (1, 2)]
 
 
 def factor(n, k, dtype=BF16, *, transposed=False):
@@ -123,7 +124,7 @@ def test_every_tile_has_the_same_bits(name, size):
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
+@pytest.mark.parametrize("tile", SM90.split_k_tiles, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_split_k(name, tile):
     """A square in many parts; some tiles whole and some split; nothing to split."""
@@ -154,7 +155,7 @@ def test_powers_of_a_matrix():
             compare(symmetric(name, transposed), plain(name, transposed), gram, gram, operands(name, 520))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", SM90.tiles, ids=str)
 def test_results_of_8_bits(tile):
     """Sums of small integers are exact, so these are those of XLA's form."""
     n, k = 528, 144
@@ -219,7 +220,7 @@ REPEATED = [(1160, 136), (4096, 256)]
     "config",
     [
         *CLUSTERS,
-        *(GemmConfig(tile_m=m, tile_n=n, split_k=True) for m, n in SPLIT_K_TILES),
+        *(GemmConfig(tile_m=m, tile_n=n, split_k=True) for m, n in SM90.split_k_tiles),
         *(GemmConfig(tile_m=128, tile_n=128, store_slots=slots, box_n=32) for slots in (1, 2, 3)),
         GemmConfig(tile_m=128, tile_n=256, store_slots=1),
         GemmConfig(tile_m=128, tile_n=192, column_passes=3),
