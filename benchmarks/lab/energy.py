@@ -2,7 +2,7 @@
 
 Each call runs alone for a second or more, back to back, at the clock that its own power leaves it, while the device's
 own counter runs (NVML). `python -m benchmarks` compares at one clock, which flatters what takes more power. Bare
-products are ours, with --tiles in each of `Arch.tiles`, XLA's and those of the peers that are installed. Beside the energy
+products are ours, with --tiles in each of `Arch.tiles`, XLA's and those of peers that are installed. Beside the energy
 of an epilogue over the bare product's stands that of copying as many bytes as it moves to and from memory beyond the
 product's own, both less what an idle device takes in that time. With --products no epilogues; with --step, instead of
 all that, the products of a training step (`cases.STEP`) in the layouts that they have there: XLA's bare ones, ours, and

@@ -257,7 +257,8 @@ def _configs(
     for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile, k_bytes):
         box_n = fixed.box_n or max(box_n, fixed.subtile_n or _LEAST_SUBTILE, _least_box(traffic))
         possible = _possible_passes(program, tile, box_n)
-        if not possible or (fixed.column_passes and fixed.column_passes not in possible):
+        is_too_wide = box_n * traffic.widest_bytes > current().row_bytes
+        if is_too_wide or not possible or (fixed.column_passes and fixed.column_passes not in possible):
             continue
         cached = (passes for passes in possible if not _uncached_instructions(program, tile, passes))
         yield KernelConfig(
