@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import functools
+import math
 import pathlib
 import re
 
@@ -12,17 +14,21 @@ import pytest
 import coda_jax as coda
 from benchmarks.lab.tile_losses import Shape
 from coda_jax import ffi
+from coda_jax.attend import kernel as attention_kernel
 from coda_jax.lowering import select
+from coda_jax.primitives.accumulate import accumulate
 from coda_jax.tiles import arch
 from coda_jax.tiles.arch import SM90, Arch, Chip, as_if_attached, current
-from coda_jax.tiles.choose import candidates, choose_config
+from coda_jax.tiles.choose import candidates, choose_config, takes_heads
 from coda_jax.tiles.config import GemmConfig, TileShape, tile_k
-from coda_jax.tiles.constants import CONSTANTS, by_time
-from coda_jax.tiles.cost_model import GemmShape, cost, split_tiles
+from coda_jax.tiles.constants import CONSTANTS, by_time, constants_for
+from coda_jax.tiles.cost_model import GemmShape, cost, may_split, relative_power, split_tiles
 from coda_jax.tiles.table import expected_nanoseconds
-from coda_jax.tiles.traffic import ElementTraffic, EpilogueTraffic, shared_bytes
+from coda_jax.tiles.traffic import ElementTraffic, EpilogueTraffic, element_traffic, keeps_tables, shared_bytes
+from coda_jax.tools import doctor, tune
 from coda_jax.tools.costs import bare_us, pass_us
 from coda_jax.tools.devices import gib_of_chip
+from tests.test_attention_gradients import launches
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEVICE, H200 = "Imaginary I1", "NVIDIA H200"
@@ -112,6 +118,66 @@ def test_shared_memory_bounds_the_stages(monkeypatch):
     assert stages[0] > stages[1]
 
 
+def test_shared_memory_is_counted_in_its_rows():
+    """Stages of 64 bytes a row, one consumer's rings of four warps in rows of 32 columns, and barriers."""
+    problem = problem_of(4096, 4096, 4096, "identity")
+    with as_if_attached(DEVICE):
+        config = problem.config(GemmConfig(tile_m=96, tile_n=128, cooperative=False, box_n=32), DEVICE)
+        found = shared_bytes(config, problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
+    rings = -(-4 * config.store_slots * 16 * 32 * 2 // 1024) * 1024
+    assert found == config.stages * (96 + 128) * 64 + rings + 16 * config.stages + 16
+
+
+def test_consumers_share_tiles_by_their_number():
+    tile = TileShape(96, 128, 1, False, True)
+    with as_if_attached(DEVICE):
+        assert tile.kind == (96, 128, 1) and tile.consumer_m == 96
+
+
+@pytest.mark.parametrize(("registers", "kept"), [(60, False), (200, True)])
+def test_registers_keep_tables_of_heads(registers, kept, monkeypatch):
+    """And the time of an epilogue with heads is known where its tables are kept."""
+    problem = problem_of(4096, 4096, 4096, "rotary_96")
+    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(OTHER, kept_registers=registers),))
+    traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
+    assert keeps_tables(problem.program, (96, 64)) is kept and math.isfinite(traffic.arithmetic) is kept
+
+
+def test_passes_are_of_its_instruction_cache(monkeypatch):
+    problem, passes = problem_of(4096, 4096, 4096, "mish"), []
+    for instructions in (3000, 12000):
+        monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(OTHER, cached_instructions=instructions),))
+        passes.append(problem.config(GemmConfig(tile_m=96, tile_n=128, cooperative=False), DEVICE).column_passes)
+    assert passes[0] > passes[1] == 1
+
+
+def test_heads_are_whole_in_its_tiles():
+    assert takes_heads(96)  # of 192 columns
+    with as_if_attached(DEVICE):
+        assert not takes_heads(96) and takes_heads(64)
+
+
+def test_halves_are_whole_rows_of_it():
+    """A tile of 64 columns has 32 of each half, 64 bytes."""
+    problem = Shape("swiglu", "NN", 4096, 8192, 4096).problem
+    arguments = problem.shape, problem.program, problem.out_dtypes
+    with as_if_attached(DEVICE):
+        assert (32, 64) in {config.tile.size for config in candidates(*arguments, DEVICE)}
+
+
+MISFITS = {
+    "box_n = 64 makes rows of 128 bytes of the 2-byte tiles; TMA's swizzle takes at most 64": {"box_n": 64},
+    "of the tiles 96x128, 32x64, 96x64 none has tile_m = 32 tile_n = 128": {"tile_m": 32, "tile_n": 128},
+    "do not fit into 200000 bytes of shared memory": {"stages": 12, "load_slots": 16, "store_slots": 16, "box_n": 32},
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_a_config_that_does_not_fit_is_told_its_limit(message):
+    with as_if_attached(DEVICE), pytest.raises(ValueError, match=re.escape(message)):
+        problem_of(4096, 4096, 4096).config(GemmConfig(**MISFITS[message]), DEVICE)
+
+
 def test_a_config_is_one_of_its_tiles():
     with pytest.raises(ValueError, match=r"tile_m = 96; it must be one of .64, 128."):
         GemmConfig(tile_m=96)
@@ -139,6 +205,13 @@ def test_the_cost_model_counts_its_multiprocessors():
         split = TileShape(96, 128, 1, True, False)
         assert split_tiles(GemmShape(96 * 30, 128, 8192), split) == (30, 2)
         assert GemmShape(1, 1, 64).k_blocks == 2
+        many, few = GemmShape(96 * 750, 128, 8192), GemmShape(96 * 690, 128, 8192)
+        assert may_split(few, split) and not may_split(many, split)  # in 11.5 and in 12.5 waves
+        twice = dataclasses.replace(constants, power=dict.fromkeys(constants.power, 2.0))
+        assert relative_power(GemmShape(96 * 30, 128, 8192), whole, twice) == 1.5
+        long = GemmShape(128 * 300, 128, 8192)  # 5 waves of 128 x 128, as its last wave's power counts
+        assert cost(long, whole, plain, dataclasses.replace(constants, idle=0.5)) < cost(long, whole, plain, constants)
+    assert constants_for(f"{DEVICE} PCIe") is CONSTANTS[DEVICE]
     assert OTHER.unit_nanoseconds == 60 * 2 * 128 * 128 * 32 / 350e3
 
 
@@ -148,7 +221,11 @@ def test_expected_times_are_of_its_figures():
     assert pass_us(10**9, DEVICE) == pytest.approx(1e9 / (0.5 * 1.0) / 1e6)
     problem = problem_of(*SHAPES[0])
     with as_if_attached(DEVICE):
-        assert expected_nanoseconds(problem, problem.config(None, DEVICE), DEVICE) > 0
+        config = problem.config(None, DEVICE)
+        traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
+        units = cost(problem.shape, config.tile, traffic, by_time(CONSTANTS[DEVICE]))
+    assert problem.config(None, DEVICE) == config
+    assert expected_nanoseconds(problem, config, DEVICE) == round(units * OTHER.unit_nanoseconds)
 
 
 def scaled(x, w, scale):
@@ -178,7 +255,7 @@ def check_requests(requests, text, headers):
         assert target == OTHER.target and not HOPPER.search(source)
         assert f'key = "{ffi.kernel_key(source, target)}"' in text
     assert {source.splitlines()[0] for source, *_ in requests} == {f'#include "{header}"' for header in headers}
-    assert set(re.findall(r'arch = "(\w+)"', text)) == {OTHER.target}
+    assert set(re.findall(r'arch = "(\w+)"', text)) == {OTHER.target} and not HOPPER.search(text)
 
 
 def test_a_product_is_compiled_for_it(requests):
@@ -209,12 +286,49 @@ def test_products_of_several_devices_yield_and_split_by_its_figures(requests, mo
     assert f"tensor<60x{config.tile_m}x{config.tile_n}xf32>" in split
 
 
+def test_boxes_and_words_of_a_launch_are_of_its_figures(requests):
+    def function(acc):
+        return acc, acc.T, jnp.max(acc)
+
+    with as_if_attached(DEVICE):
+        text = lowered(lambda x, w: coda.gemm(x, w, epilogue=function, config=GemmConfig(split_k=False)), *TYPES[:2])
+    (numbers,) = re.findall(r"maps = dense<\[([\d, ]+)\]>", text)
+    numbers = [int(number) for number in numbers.split(", ")]
+    maps = [numbers[i : i + 6] for i in range(0, len(numbers), 6)]
+    assert [(columns, swizzle) for *_, columns, _, swizzle in maps[:2]] == [(32, 64)] * 2
+    assert [columns for *_, columns, _, swizzle in maps[2:] if swizzle == 64] == [32, 32]
+    assert f"tensor<{60 * OTHER.consumers * 4}xf32>" in text
+
+
 def test_factors_of_8_bits_are_promoted_by_its_rule(requests):
     types = [jax.ShapeDtypeStruct((2048, 2048), jnp.float8_e4m3fn)] * 2
     with as_if_attached(DEVICE):
         lowered(lambda a, b: coda.gemm(a, b, transpose_b=True, out_dtype=jnp.bfloat16), *types)
     ((source, *_),) = requests
     assert "promote_blocks = 4;" in source and "tile_m = 96, tile_n = 128, tile_k = 64;" in source
+
+
+@pytest.mark.parametrize("k", [1024, 2048])
+def test_xla_sums_factors_of_8_bits_by_its_rule(k):
+    types = [jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in ((64, k), (k, 64))]
+    options = {"transpose_a": False, "transpose_b": False, "out_sharding": None, "in_8_bits": True}
+    with as_if_attached(DEVICE):
+        (dot,) = jax.make_jaxpr(functools.partial(accumulate, **options))(*types).eqns
+    assert (dot.params["precision"] is None) is (k == 1024)
+
+
+def test_boxes_of_8_bits_are_at_least_its_narrowest():
+    """Half a head of 32 columns has 16 bytes."""
+
+    def function(acc):
+        heads = acc.reshape(acc.shape[0], -1, 32)
+        return (heads * jnp.max(jnp.abs(heads), axis=-1, keepdims=True)).reshape(acc.shape).astype(jnp.float8_e4m3fn)
+
+    there, here = (
+        next(iter(coda.explain(lambda x, w: coda.gemm(x, w, epilogue=function), *TYPES[:2], device=device).products))
+        for device in ("Imaginary", "H200")
+    )
+    assert there.reason is None and "half a head is less than a box of 32 bytes" in here.reason
 
 
 def attend(q, k, v):
@@ -235,6 +349,19 @@ def test_attention_is_compiled_for_it(requests):
     assert bounds['#include "attention_forward_sm990.cuh"'] == "288"  # and of two consumers
 
 
+def test_maps_of_gradients_are_compiled_for_it(monkeypatch):
+    with as_if_attached(DEVICE):
+        calls, _ = launches(monkeypatch, "turned_in_8_bits", 2, 2176, 16, 8, 64)
+    assert [call.arch for call, _ in calls] == [OTHER.target] * 3 and calls[1][0].threads == 192
+
+
+def test_heads_of_queries_are_divided_by_its_multiprocessors():
+    """Of 64 blocks with 4 heads of queries each, for there to be 2 for each multiprocessor."""
+    assert attention_kernel._splits(4, 16, 2, 2) == 4
+    with as_if_attached(DEVICE):
+        assert attention_kernel._splits(4, 16, 2, 2) == 2
+
+
 def test_heads_whose_tiles_do_not_fit_take_the_xla_form():
     with (
         as_if_attached(DEVICE),
@@ -249,8 +376,52 @@ def test_an_explanation_is_of_it():
     assert "Imagined kernel, " in str(found) and not HOPPER.search(str(found))
     assert f'#include "{OTHER.product_header}"' in product.source
     assert product.cost.roofline_us == pytest.approx(2 * 4096 * 4096 * 2048 / 500e12 * 1e6)
-    attention = coda.explain(attend, *heads(64), device="Imaginary")
+    attention, ours = (coda.explain(attend, *heads(64), device=device) for device in ("Imaginary", "H200"))
     assert "Imagined kernels" in str(attention) and not HOPPER.search(str(attention))
+    assert attention.totals.attention_ms == pytest.approx(10 * ours.totals.attention_ms, rel=0.01)
+
+
+def test_advice_is_by_its_times():
+    """At 14 us a launch is less than half of it, which on an H200 it would not be."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 1024), (1024, 1024))]
+    found = coda.explain(lambda x, w: coda.gemm(x, w), *types, device="Imaginary")
+    assert 12 < next(iter(found.products)).cost.us < 16
+    assert [str(one) for one in found.advice if "too small" in str(one)] == []
+
+
+CALLS = {"gemm": (lambda x, w: coda.gemm(x, w, implementation="cuda"), TYPES[:2])}
+CALLS["attention"] = (
+    lambda *x: coda.attention(*x, implementation="cuda"),
+    [jax.ShapeDtypeStruct((1, 8, 1, 64), "bfloat16")] * 3,
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_where_there_is_no_gpu_its_name_is_told(name):
+    function, types = CALLS[name]
+    with as_if_attached(DEVICE), pytest.raises(NotImplementedError, match="on NVIDIA Imagined GPUs"):
+        jax.jit(lambda *x: function(*x)).trace(*types).lower(lowering_platforms=("cpu",))
+
+
+def test_tools_need_its_gpus(monkeypatch):
+    monkeypatch.setattr(arch, "ARCHITECTURES", (OTHER,))
+    monkeypatch.setattr(ffi, "unavailable_reason", lambda: None)
+    with pytest.raises(RuntimeError, match="it measures on a Imagined GPU; JAX runs on cpu"):
+        coda.tune(scaled, *TYPES)
+    here = doctor.Machine(13000, (("NVIDIA Stand-in", "9.0"),))
+    (gpu,) = [one for one in doctor.check_gpus(here) if one.text.startswith("NVIDIA Stand-in")]
+    assert "the kernels need 99.0 (Imagined)" in gpu.text and gpu.mend.startswith("use a Imagined GPU")
+    compiled = []
+
+    def compile(source, name, target):
+        compiled.append((source.splitlines()[0], target))
+        return ffi.Compiled(b"", "", 1.0, False)
+
+    monkeypatch.setattr(ffi, "compile", compile)
+    *found, last = doctor.check_kernel(here)
+    assert compiled == [(f'#include "{OTHER.product_header}"', OTHER.target)] * 2
+    assert all("compiled for sm_990x" in one.text for one in found) and last.text == "not run: no Imagined GPU here"
+    assert "lowered to the Imagined kernel" in str(tune.Tuning(pathlib.Path("x"), DEVICE, ()))
 
 
 def test_another_gpu_is_told_what_the_kernels_need(monkeypatch):

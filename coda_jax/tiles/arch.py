@@ -155,7 +155,7 @@ _named: contextvars.ContextVar[str | None] = contextvars.ContextVar("named_devic
 @contextlib.contextmanager
 def as_if_attached(device: str | None) -> Iterator[None]:
     """A context in which kernels are made as if a GPU of this kind were attached; None changes nothing."""
-    token = _named.set(device)
+    token = _named.set(_named.get() if device is None else device)
     try:
         yield
     finally:

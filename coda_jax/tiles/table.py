@@ -93,20 +93,21 @@ class Problem:
 
     def config(self, fixed: GemmConfig | None, device: str | None) -> KernelConfig:
         """`fixed` completed: the cost model of this kind of device chooses the fields that are None."""
-        return choose_config(self.shape, self.program, self.out_dtypes, fixed, device)
+        with arch.as_if_attached(device):
+            return choose_config(self.shape, self.program, self.out_dtypes, fixed, device)
 
 
 def expected_nanoseconds(problem: Problem, config: KernelConfig, device: str | None) -> int | None:
     """The expected time of a product by the cost model, for XLA's scheduler; None where the model has no constants."""
-    shape = problem.shape
     if problem.key is None:
         return None
-    traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
     constants = by_time(constants_for(device))
-    if config.tile.kind not in constants.of_block:
-        return None
-    units = cost(shape, config.tile, traffic, constants)
-    return None if math.isinf(units) else max(1, round(units * arch.of(device).unit_nanoseconds))
+    with arch.as_if_attached(device):
+        if config.tile.kind not in constants.of_block:
+            return None
+        traffic = element_traffic(problem.program, EpilogueTraffic.of(problem.program, problem.out_dtypes))
+        nanoseconds = cost(problem.shape, config.tile, traffic, constants) * arch.current().unit_nanoseconds
+    return None if math.isinf(nanoseconds) else max(1, round(nanoseconds))
 
 
 def config_for(problem: Problem, fixed: GemmConfig | None, device: str | None) -> tuple[KernelConfig, str]:

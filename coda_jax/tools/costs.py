@@ -128,8 +128,7 @@ def bare_us(shape: GemmShape, dtype: np.dtype, out_dtype: np.dtype, device: str)
     ):
         return None
     bare = Problem(shape, BARE, dtype, (np.dtype(out_dtype),), False, (False, False))
-    with arch.as_if_attached(device):
-        nanoseconds = expected_nanoseconds(bare, bare.config(None, device), device)
+    nanoseconds = expected_nanoseconds(bare, bare.config(None, device), device)
     return nanoseconds / 1e3 if nanoseconds else None
 
 

@@ -23,7 +23,9 @@ def explanation(explained: Explanation, where: Any) -> Any:
     timed = [(product, count, product.cost) for product, count in explained.products.items()]
     shown = [(product, count, cost) for product, count, cost in timed if cost is not None and cost.us is not None]
     if not shown:
-        raise ValueError("plot: no product has an expected time; explain for a GPU: platform='cuda', or a device's name")
+        raise ValueError(
+            "plot: no product has an expected time; explain for a GPU: platform='cuda', or a device's name"
+        )
     shown.sort(key=lambda row: -row[1] * (row[2].us or 0.0))
     with canvas(where, rows=min(len(shown), _MOST_BARS)) as (figure, (bars, roofline)):
         _bars(bars, shown, explained)
