@@ -285,7 +285,7 @@ def for_gpus(function, types):
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_kernels_inside_shard_map(monkeypatch, is_checked):
     """Their results, and what is computed for their masks, vary over the mesh axes over which the arrays do."""
-    monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name, arch: None)
     mesh, spec = mesh_of(EXPLICIT), P("data", None, "model")
     specs = (*(spec,) * 4, P("data"))
     with jax.set_mesh(mesh):
@@ -298,7 +298,7 @@ def test_kernels_inside_shard_map(monkeypatch, is_checked):
 @pytest.mark.smoke
 def test_kernels_that_the_partitioner_asks_for(monkeypatch, tmp_path):
     """They say their time after partitioning, each that of a device's part, and yield to collectives."""
-    monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name, arch: None)
     told, original = [], kernel.forward
 
     def forward(*arrays, spec, yields):

@@ -73,7 +73,7 @@ def test_compile_report_of_a_kernel_that_nvrtc_kept(monkeypatch, capsys):
     kept = types.SimpleNamespace(
         log="identity.cu(5): warning #177-D: a variable was declared but never referenced", seconds=0.5
     )
-    monkeypatch.setattr(products.ffi, "compile", lambda source, name: kept)
+    monkeypatch.setattr(products.ffi, "compile", lambda source, name, arch: kept)
     products._compile_report()
     assert capsys.readouterr().out.splitlines()[-1].split() == ["identity", "0.50", "-", "-"]
 

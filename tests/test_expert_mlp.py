@@ -222,7 +222,7 @@ def test_the_step_is_six_grouped_products_and_no_pass_between_them(layout):
 def test_kernels_on_a_gpu(monkeypatch, rows, width, hidden, count):
     """Six, of which none but the first backward spills, 64 bytes; that takes as long as one that does not."""
     sources = {}
-    monkeypatch.setattr(ffi, "compile_async", lambda source, name: sources.update({source: name}))
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name, arch: sources.update({source: name}))
     shapes = [
         ((rows, width), "bfloat16"),
         ((count, width, 2 * hidden), "bfloat16"),

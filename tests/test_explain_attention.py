@@ -138,7 +138,7 @@ def test_over_automatic_axes_costs_are_not_known():
 
 @needs_nvrtc
 def test_over_automatic_axes_costs_are_known_once_xla_has_partitioned(monkeypatch):
-    monkeypatch.setattr(ffi, "compile_async", lambda source, name: None)
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name, arch: None)
     devices = jax.devices("cpu")[:4]
     mesh = jax.make_mesh((2, 2), ("batch", "rows"), axis_types=(AxisType.Auto,) * 2, devices=devices)
     of_queries, of_keys = (NamedSharding(mesh, P("batch", x)) for x in ("rows", None))

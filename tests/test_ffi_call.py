@@ -226,7 +226,7 @@ def test_kernel_under_another_kernels_key_is_refused(monkeypatch):
     honest, other = SOURCE.replace("2", "2.5f"), SOURCE.replace("2", "3.5f")
     key = ffi.kernel_key(honest, SM90.target)
     with monkeypatch.context() as forged:
-        forged.setattr(ffi, "kernel_key", lambda source: key)
+        forged.setattr(ffi, "kernel_key", lambda source, arch: key)
         lowered = jax.jit(lambda a, b: product(a, b, source=other)).lower(A, B)
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"gemm\[test\]: .* key {key} is not that of its source"):
         lowered.compile()

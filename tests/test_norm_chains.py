@@ -223,7 +223,7 @@ def test_no_pass_over_activations_between_the_kernels(monkeypatch):
         pytest.skip(reason)
     x, scale, _, *parameters = arguments(jnp.bfloat16)
     sources = []
-    monkeypatch.setattr(ffi, "compile_async", lambda source, name: sources.append((source, name)))
+    monkeypatch.setattr(ffi, "compile_async", lambda source, name, arch: sources.append((source, name)))
 
     def gradient(cotangent, sumsq, x, scale, up, up_bias, down, down_bias):
         def chain(x, *rest):

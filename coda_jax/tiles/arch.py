@@ -149,13 +149,13 @@ SM90 = Arch(
 )
 ARCHITECTURES = (SM90,)
 
-_named: contextvars.ContextVar[str | None] = contextvars.ContextVar("named_device", default=None)
+_named: contextvars.ContextVar[tuple[str | None, Arch | None]] = contextvars.ContextVar("named", default=(None, None))
 
 
 @contextlib.contextmanager
 def as_if_attached(device: str | None) -> Iterator[None]:
     """A context in which kernels are made as if a GPU of this kind were attached; None changes nothing."""
-    token = _named.set(_named.get() if device is None else device)
+    token = _named.set(_named.get() if device is None else (device, of(device)))
     try:
         yield
     finally:
@@ -164,7 +164,7 @@ def as_if_attached(device: str | None) -> Iterator[None]:
 
 def named_device() -> str | None:
     """The kind of device of `as_if_attached`."""
-    return _named.get()
+    return _named.get()[0]
 
 
 def of(device: str | None) -> Arch:
@@ -181,7 +181,7 @@ def current() -> Arch:
 
     Attached GPUs of another one take XLA's form (`machine_reason` in lowering/select.py).
     """
-    return of(_named.get())
+    return _named.get()[1] or ARCHITECTURES[0]
 
 
 def chip_of(device: str) -> Chip | None:

@@ -58,11 +58,11 @@ def choose_config(
     traffic = EpilogueTraffic.of(program, out_dtypes)
     _check_boxes(fixed, program, traffic)
     fixed = _with_promotion(fixed, shape)
-    tiles = tiles_for(shape, program, traffic, fixed, constants_in_use(device))
+    tiles, most_bytes = tiles_for(shape, program, traffic, fixed, constants_in_use(device)), current().shared_bytes
     for tile in tiles:
         fitting = []  # into shared memory, while their code outgrows the instruction cache
         for config in _configs(tile, program, traffic, fixed, shape.k_bytes):
-            if shared_bytes(config, program, traffic, shape.groups) <= current().shared_bytes:
+            if shared_bytes(config, program, traffic, shape.groups) <= most_bytes:
                 if fixed.column_passes or not _uncached_instructions(program, tile, config.column_passes):
                     return config
                 fitting.append(config)
@@ -254,10 +254,11 @@ def _configs(
 
     Each has the fewest column passes whose code fits into the instruction cache, or the most if none does.
     """
+    least_box, row_bytes = _least_box(traffic), current().row_bytes
     for stages, (box_n, subtile_n, load_slots, store_slots) in _preferred(program, traffic, tile, k_bytes):
-        box_n = fixed.box_n or max(box_n, fixed.subtile_n or _LEAST_SUBTILE, _least_box(traffic))
+        box_n = fixed.box_n or max(box_n, fixed.subtile_n or _LEAST_SUBTILE, least_box)
         possible = _possible_passes(program, tile, box_n)
-        is_too_wide = box_n * traffic.widest_bytes > current().row_bytes
+        is_too_wide = box_n * traffic.widest_bytes > row_bytes
         if is_too_wide or not possible or (fixed.column_passes and fixed.column_passes not in possible):
             continue
         cached = (passes for passes in possible if not _uncached_instructions(program, tile, passes))

@@ -39,8 +39,8 @@ class TileShape(NamedTuple):
     @property
     def kind(self) -> tuple[int, ...]:
         """The key of the cost model's constants: the size, and the consumers if it is cooperative by choice alone."""
-        arch = current()
-        return (*self.size, arch.consumers) if self.cooperative and self.size in arch.either_way_tiles else self.size
+        by_choice = self.cooperative and self.size in current().either_way_tiles
+        return (*self.size, current().consumers) if by_choice else self.size
 
     @property
     def consumer_m(self) -> int:
