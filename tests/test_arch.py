@@ -356,7 +356,7 @@ def test_maps_of_gradients_are_compiled_for_it(monkeypatch):
 
 
 def test_heads_of_queries_are_divided_by_its_multiprocessors():
-    """Of 64 blocks with 4 heads of queries each, for there to be 2 for each multiprocessor."""
+    """64 blocks with 4 heads of queries each become 2 for each multiprocessor, or as many as there can be."""
     assert attention_kernel._splits(4, 16, 2, 2) == 4
     with as_if_attached(DEVICE):
         assert attention_kernel._splits(4, 16, 2, 2) == 2
