@@ -187,8 +187,8 @@ def block(**options):
 
 @pytest.fixture
 def arrays(monkeypatch):
-    """Arrays of a size that is enough for a GPU of one multiprocessor, so that dk and dv are no sums of parts."""
-    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, sms=1),))
+    """Arrays of a size that is enough for a GPU of two multiprocessors, so that dk and dv are no sums of parts."""
+    monkeypatch.setattr(arch, "ARCHITECTURES", (dataclasses.replace(arch.SM90, sms=2),))
     return block_arrays()
 
 
