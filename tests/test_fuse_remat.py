@@ -153,7 +153,8 @@ def test_layers_of_models_in_a_scan(name, policy):
     w = jax.tree.map(lambda x: jnp.stack([x, x]), plain_models.weights(jnp.bfloat16))
     f = loss_of(lambda w, x: jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0])
     (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, w, plain_models.inputs(jnp.bfloat16))
-    assert max(fused) == own
+    taken = 16 if policy == "dots_without_batch" else 0  # by attention, whose scores "dots" keeps
+    assert max(fused) == own - taken
     assert bytes_kept <= 1.05 * bytes_of_jax
 
 
