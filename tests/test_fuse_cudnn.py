@@ -182,3 +182,16 @@ def test_a_layer_in_a_loop_and_a_checkpoint():
     for function in (fuse(layers), with_gradients(fuse(layers), args)):
         masks, names = found(function, args)
         assert set(masks) == {"causal, ids"} and not calls_cudnn(names)
+
+
+def test_layers_in_a_loop_and_its_backward_loop():
+    def layers(x, k, v, ids, w):
+        def layer(x, w):
+            return x + attention("documents", "cudnn")((x.reshape(B * T, -1) @ w).reshape(x.shape), k, v, ids)
+
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+    args = *QKV, IDS, normal(7, 3, N * D, N * D)
+    step = jax.value_and_grad(lambda *args: jnp.sum(layers(*args).astype(jnp.float32) ** 2), (0, 1, 2, 4))
+    masks, names = found(fuse(step), args)
+    assert masks == ["causal, ids", "causal, ids"] and not calls_cudnn(names)
