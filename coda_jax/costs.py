@@ -16,8 +16,8 @@ from coda_jax.operators.head.arrays import Kernel as _Kernel
 from coda_jax.operators.head.arrays import Tokens as _Tokens
 from coda_jax.operators.head.chunks import chunk_size as _chunk_size
 from coda_jax.operators.head.chunks import columns_of as _columns_of
-from coda_jax.operators.head.exponential_head import ExponentialHead as _ExponentialHead
 from coda_jax.operators.head.loss_head import LossHead as _LossHead
+from coda_jax.operators.head.shifted_heads import ExponentialHead as _ExponentialHead
 from coda_jax.tiles.cost_model import GemmShape as GemmShape
 from coda_jax.tools.costs import bare_us as bare_us
 from coda_jax.tools.devices import DEFAULT_DEVICE as DEFAULT_DEVICE

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import sharded_step
 from benchmarks.sharded_step import COLLECTIVES
-from coda_jax.lowering import cuda, row_function, select
+from coda_jax.lowering import cuda, select
+from coda_jax.operators.head import row_function
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, xla_tiles
 
 

@@ -12,8 +12,9 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.epilogue import dtypes
-from coda_jax.lowering import addressing, kernel, row_function
+from coda_jax.lowering import addressing, kernel
 from coda_jax.lowering.launch import problem_of
+from coda_jax.operators.head import row_function
 from coda_jax.tiles.arch import SM90
 from coda_jax.tiles.config import GemmConfig, tile_k
 from coda_jax.tiles.constants import CONSTANTS
@@ -33,7 +34,7 @@ WITH_ONE_DTYPE = {
     "epilogue/flatten.py": {"float32"},
     "epilogue/logsumexp.py": {"float32"},
     "epilogue/reductions.py": {"int32"},
-    "operators/head/exponential_head.py": {"bfloat16"},  # whose range is float32's
+    "operators/head/shifted_heads.py": {"bfloat16"},  # whose range is float32's
     "operators/stream.py": {"float32"},  # of a sum of squares
     "primitives/gemm.py": {"float32"},  # the arrays that are added to in place
 }

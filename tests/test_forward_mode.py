@@ -87,6 +87,15 @@ def test_every_forward_mode(mode):
         MODES[mode](looped, A)
 
 
+def test_a_gradient_is_named():
+    """Of the loss head's own gradient, in bfloat16, another function is differentiated."""
+    x, *rest = loss_cases.arguments(jnp.bfloat16)
+    gradient = jax.grad(lambda x: loss_cases.loss(x, *rest)[0])
+    for mode in ("jvp", "jit of jvp"):
+        with refused("linear_cross_entropy"):
+            MODES[mode](gradient, x)
+
+
 def test_the_way_out():
     """A Hessian and its products as reverse over reverse."""
 

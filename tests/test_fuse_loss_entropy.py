@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import coda_jax as coda
-from coda_jax.operators.head.entropy_head import EntropyHead
+from coda_jax.operators.head.shifted_heads import EntropyHead
 from tests import tolerance
 from tests.test_fuse import largest_error
 from tests.test_fuse_loss import ENTROPIES, LOSSES, PADDINGS, VOCABULARY, picked, widened

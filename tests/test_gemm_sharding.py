@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
 from benchmarks.programs import PROGRAMS
-from coda_jax.lowering import cuda, kernel, launch, row_function
+from coda_jax.lowering import cuda, kernel, launch
+from coda_jax.operators.head import row_function
 from coda_jax.tiles import arch
 from coda_jax.tiles.traffic import CLAIMS_BYTES
 from tests.gemm_cases import assert_close, jit, total

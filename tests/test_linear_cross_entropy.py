@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.operators.head.exponential_head import ExponentialHead
+from coda_jax.operators.head.shifted_heads import ExponentialHead
 from tests.chain_cases import normal
 from tests.gemm_cases import assert_close, jit
 from tests.loss_cases import TOKENS, VOCABULARY, WIDTH, arguments, compare, loss, plain

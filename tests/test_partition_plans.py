@@ -13,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import coda_jax as coda
 from coda_jax import ffi
 from coda_jax.epilogue import ReductionOp
-from coda_jax.lowering import row_function
 from coda_jax.lowering.mesh_plan import plan, units
 from coda_jax.lowering.on_devices import across
 from coda_jax.lowering.record import key_of
+from coda_jax.operators.head import row_function
 from coda_jax.primitives.axes import BATCH, Dimension, ProductAxis
 from coda_jax.primitives.dtypes import wire_dtype
 from coda_jax.primitives.mesh_types import mesh_axes_of

@@ -13,8 +13,8 @@ from jax import export
 from jax.sharding import AxisType
 
 import coda_jax as coda
-from coda_jax.operators.head.entropy_head import EntropyHead
-from coda_jax.operators.head.loss_head import LossHead
+from coda_jax.operators.head import loss_head, shifted_heads
+from coda_jax.operators.head.shifted_heads import EntropyHead
 from tests.gemm_cases import assert_close, jit
 from tests.logprob_cases import RANK, arguments, arguments_with_logits, compare, logprobs, plain
 from tests.nvrtc import kernels, needs_nvrtc
@@ -198,14 +198,15 @@ def test_labels_and_temperatures_out_of_range():
 
 def counted(monkeypatch):
     """A list to which every product of the loss head that is run adds its epilogue's name."""
-    ran, multiply = [], LossHead._multiply
+    ran, multiply = [], loss_head.multiply
 
-    def counting(self, *arrays, **options):
+    def counting(*arrays, **options):
         epilogue = options.get("epilogue")
         jax.debug.callback(lambda: ran.append(getattr(epilogue, "__name__", "product")))
-        return multiply(self, *arrays, **options)
+        return multiply(*arrays, **options)
 
-    monkeypatch.setattr(LossHead, "_multiply", counting)
+    for module in (loss_head, shifted_heads):
+        monkeypatch.setattr(module, "multiply", counting)
     return ran
 
 
@@ -276,6 +277,22 @@ def test_transformations():
         )
         for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-3 * float(jnp.abs(w).max()), err_msg=str(path))
+
+
+def test_a_hessian_beside_a_mask():
+    """Pullbacks of a batch of cotangents, whose number of chunks is not static, are differentiated."""
+    x, _, w, *_, labels, mask = arguments(F32, 24, lead=(20,), width=8)
+    labels = jnp.where(labels == -100, 7, labels)
+
+    def hessian(f):
+        value = lambda row: jnp.sum(jnp.sin(f(x.at[:, 0].set(row), w)))  # noqa: E731
+        return jax.jit(jax.jacrev(jax.jacrev(value)))(x[:, 0])
+
+    got = hessian(lambda x, w: coda.token_logprobs(x, w, labels, mask=mask))
+    logp = lambda x, w: jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1)[:, 0]  # noqa: E731
+    want = hessian(lambda x, w: jnp.where(mask, logp(x, w), 0.0))
+    assert jnp.abs(want).max() > 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
 
 
 @pytest.mark.slow

@@ -28,8 +28,7 @@ from coda_jax.attend.costs import pairs
 from coda_jax.attend.masks import Sizes, intervals_of_band
 from coda_jax.attend.primitive import FORMS, is_backward
 from coda_jax.attend.spec import AttentionSpec
-from coda_jax.lowering.on_devices import digest_of, lower_partition, mesh_of, parts_of
-from coda_jax.lowering.row_function import summed
+from coda_jax.lowering.on_devices import digest_of, lower_partition, mesh_of, parts_of, scattered_sum
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, mesh_of_program, partitioned_call
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.mesh_types import MeshAxes, cutting_evenly, explicit_cuts, partition_spec
@@ -221,7 +220,7 @@ def _like_queries(results: Sequence[Any], spec: AttentionSpec, *, is_backward: b
 def _summed(x: jax.Array, axes: MeshAxes, spec: Any) -> jax.Array:
     """The sum over the devices, which is rounded as it is sent: bfloat16 as such, float16 not."""
     sent = x.dtype if x.dtype == jnp.bfloat16 else jnp.promote_types(x.dtype, jnp.float32)
-    return summed(x.astype(sent), axes, spec).astype(x.dtype)
+    return scattered_sum(x.astype(sent), axes, spec).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,6 +176,16 @@ def across(op: ReductionOp, x: jax.Array, axes: MeshAxes) -> jax.Array:
             return jnp.log(lax.psum(jnp.exp(x - largest), axes)) + largest
 
 
+def scattered_sum(x: jax.Array, axes: MeshAxes, spec: Any) -> jax.Array:
+    """The sum over these mesh axes, scattered over those of them by which the PartitionSpec `spec` shards it."""
+    kept = [tuple(name for name in names if name in axes) for names in mesh_axes_of(spec, x.ndim)]
+    for dimension, names in enumerate(kept):
+        if names:
+            x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
+    rest = tuple(name for name in axes if not any(name in names for names in kept))
+    return lax.psum(x, rest) if rest else x
+
+
 def lower_explicit(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_of: FormOf) -> Any:
     """A shard_map over the explicit axes, as the types of arguments and results say."""
     avals_in: Sequence[Any] = ctx.avals_in

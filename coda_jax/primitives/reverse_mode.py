@@ -93,6 +93,12 @@ def differentiable(
     return function
 
 
+def refuse_forward_mode(name: str, arguments: Any) -> jax.Array:
+    """A zero whose tangent, where these arguments have tangents, raises the error that names the operator."""
+    zero: jax.Array = _zero_p.bind(*jax.tree.leaves(arguments), name=name)
+    return zero
+
+
 class Rule(NamedTuple):
     """A function of arrays with its derivative: rule.function(arguments)(rule.zero(arguments), *arguments).
 
@@ -109,8 +115,7 @@ class Rule(NamedTuple):
 
     def zero(self, arguments: Any) -> jax.Array:
         """The zero that refuses a forward mode of these arguments, by the operator's name."""
-        zero: jax.Array = _zero_p.bind(*jax.tree.leaves(arguments), name=self.name)
-        return zero
+        return refuse_forward_mode(self.name, arguments)
 
     def function(self, arguments: Any) -> Any:
         """The function of the zero and such arguments."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.operators.head.entropy_head import EntropyHead
+from coda_jax.operators.head.shifted_heads import EntropyHead
 from tests import expert_cases, logprob_cases, loss_cases
 from tests.chain_cases import compare, mlp, mlp_arguments, plain_mlp, plain_qkv, qkv, qkv_arguments
 from tests.test_norm_chains import CHAINS

@@ -8,5 +8,7 @@ functions on any mesh:
     weighted_sum   of a mean or a sum of losses, whose cotangent is a number: the forward pass forms the gradients while
                    a chunk's logits are there, and keeps these: three products a chunk
 
-`loss_head` has the algebra; `exponential_head` and `entropy_head` spare a pass over the logits.
+`loss_head` has the algebra, of `arrays` and, in `chunks`, of some of their rows; the heads of `shifted_heads` spare a
+pass over the logits. `row_function` runs a head on each device's rows where XLA's partitioner shards them. `any_label`
+has what `coda.fuse` asks for.
 """

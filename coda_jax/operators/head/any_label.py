@@ -22,8 +22,7 @@ from coda_jax.operators.head.arguments import (
     int32_labels,
 )
 from coda_jax.operators.head.arrays import Statistics
-from coda_jax.operators.head.entropy_head import EntropyHead
-from coda_jax.operators.head.exponential_head import ExponentialHead
+from coda_jax.operators.head.shifted_heads import EntropyHead, ExponentialHead
 from coda_jax.operators.head.statistics import statistics, weighted_sum
 from coda_jax.primitives.mesh_types import vary, varying_axes
 

@@ -19,7 +19,7 @@ from coda_jax.operators.head.arguments import (
     known_labels,
 )
 from coda_jax.operators.head.arrays import Statistics
-from coda_jax.operators.head.exponential_head import ExponentialHead
+from coda_jax.operators.head.shifted_heads import ExponentialHead
 from coda_jax.operators.head.statistics import statistics, weighted_sum
 from coda_jax.primitives.dtypes import check_floats
 

@@ -22,7 +22,10 @@ so from their cotangents, dlse, dtarget and so on,
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,16 +34,26 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue import ReductionOp, logsumexp
+from coda_jax.jaxprs.walk import unexpected
 from coda_jax.lowering.on_devices import across
 from coda_jax.operators.deferred_norm import DeferredNorm
-from coda_jax.operators.head.arrays import Hidden, Kernel, Statistics, Tokens
+from coda_jax.operators.head.arrays import (
+    ChunkArrays,
+    CotangentColumns,
+    Hidden,
+    Kernel,
+    LogitCotangent,
+    LogitCurve,
+    Statistics,
+    Tokens,
+)
 from coda_jax.operators.head.chunks import Chunk, chunk_size, columns_of, over_chunks
-from coda_jax.operators.head.logit_curve import LogitCurve
 from coda_jax.operators.multiply import accumulate, multiply, scale_rows
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 _FLOAT32 = np.dtype(jnp.float32)
+_SAMPLE = 128  # tokens whose targets say where the logits are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +100,7 @@ class LossHead:
         )
 
     def logit_head(self) -> LossHead:
-        """The head of the same results that keeps logits."""
+        """The head of the same results that keeps logits, none of whose rows is lost: JAX can differentiate it."""
         return self
 
     def statistics(self, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
@@ -98,23 +111,60 @@ class LossHead:
           labels: (M,) or (M, k) int32.
           mask: (M,) bool, or None.
         """
-        return self._in_chunks(self._sums, tokens, kernel, labels, mask, self._logits_dtype(labels), ())[0]
+        w, columns = self._joined(kernel), self._shard_labels(labels)
+        shift = self._near_logits(tokens, w, columns, mask) if self.is_shifted() else None
+
+        def step(state: tuple[Statistics, Any], chunk: Chunk) -> tuple[Statistics, Any]:
+            stats, is_lost = state
+            found, _, is_row_lost = self.sums(self.arrays(tokens, w, columns, chunk, shift))
+            return jax.tree.map(chunk.put, stats, found), _or_any(is_lost, is_row_lost)
+
+        size = self._chunk(labels.shape[0], self._chunk_dtype(labels))
+        state = self._no_statistics(tokens, kernel, labels), self._no_loss(shift, tokens, kernel)
+        stats, is_lost = over_chunks(step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks)
+        if shift is None:
+            return stats
+        again = partial(LossHead.statistics, self.logit_head(), tokens, kernel, labels, mask)
+        return unexpected(self._on_any_shard(is_lost), again, stats)
 
     def values_and_gradients(
         self,
-        value: Callable[..., jax.Array],
         tokens: Tokens,
         kernel: Kernel,
         labels: jax.Array,
         weights: jax.Array,
         *coefficients: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], Tokens, Kernel]:
+        value: Callable[..., jax.Array],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[Tokens, Kernel]]:
         """value(statistics, *coefficients) of every token, (M,), and cotangents of their sum with weights (M,).
 
         The cotangents are those of the coefficients, (M,) each, and those that `pullback` gives.
         """
-        arrays: Any = tokens, kernel, labels, weights, *coefficients
-        return self._in_chunks_with_gradients(self._sums, value, *arrays, is_lost=())[0]
+        w, columns = self._joined(kernel), self._shard_labels(labels)
+        shift = self._near_logits(tokens, w, columns) if self.is_shifted(keep=True) else None
+
+        def step(state: Any, chunk: Chunk) -> Any:
+            values, is_lost, gradients = state
+            arrays = self.arrays(tokens, w, columns, chunk, shift)
+            stats, kept, is_row_lost = self.sums(arrays, keep=True)
+            chunk_values, pullback = jax.vjp(value, stats, *map(chunk.of, coefficients))
+            cotangents, *dcoefficients = pullback(chunk.of(weights))
+            cotangent = self.cotangent(kept, arrays, stats, cotangents)
+            values = jax.tree.map(chunk.put, values, [chunk_values, *dcoefficients])
+            is_lost = _or_any(is_lost, is_row_lost, cotangent.is_lost)
+            return values, is_lost, self._products(cotangent, arrays, gradients, chunk)
+
+        size = self._chunk(labels.shape[0], self._chunk_dtype(labels, keep=True))
+        values = [self._no_statistics(tokens, kernel, labels).lse] * (1 + len(coefficients))
+        gradients = self._no_gradients(tokens, kernel, is_single=size is None)
+        state = values, self._no_loss(shift, tokens, kernel), gradients
+        values, is_lost, (dtokens, dkernel) = over_chunks(step, state, labels.shape[0], size)
+        found = values[0], tuple(values[1:]), (dtokens, self._unpadded(dkernel))
+        if shift is None:
+            return found
+        arguments = tokens, kernel, labels, weights, *coefficients
+        again = partial(LossHead.values_and_gradients, self.logit_head(), *arguments, value=value)
+        return unexpected(self._on_any_shard(is_lost), again, found)
 
     def pullback(
         self,
@@ -130,28 +180,30 @@ class LossHead:
         That of h is in x's dtype, those of the kernel are float32. Where W is sharded those of the tokens are terms of
         a sum over the devices.
         """
-        w, labels = self._joined(kernel), self._shard_labels(labels)
+        w, columns = self._joined(kernel), self._shard_labels(labels)
 
-        def step(state: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
-            formed, chunk_labels, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
+        def step(gradients: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
+            arrays = self.arrays(tokens, w, columns, chunk)
+            curve = arrays.curve
             chunk_stats, chunk_cotangents = jax.tree.map(chunk.of, stats), jax.tree.map(chunk.or_zeros, cotangents)
 
-            def loss_cotangent(acc: jax.Array, labels: Any, scale: Any, *others: Any) -> list[jax.Array]:
-                *columns, cap = others
-                tile_curve = curve.for_tile(scale, cap)
-                return self._dlogits(tile_curve, tile_curve.capped(acc), labels, *columns)
+            def loss_cotangent(acc: jax.Array, *columns: Any) -> list[jax.Array]:
+                of_tile = CotangentColumns(*columns)
+                tile_curve = curve.for_tile(of_tile.scale, of_tile.cap)
+                return self._dlogits(tile_curve, tile_curve.capped(acc), of_tile)
 
-            dz, *drows = self._multiply(
-                formed,
+            dz, *drows = multiply(
+                arrays.joined(),
                 w,
-                *curve.cotangent_columns(chunk_labels, chunk_stats, chunk_cotangents),
+                *CotangentColumns.of(arrays, chunk_stats, chunk_cotangents),
                 epilogue=loss_cotangent,
                 out_dtypes=[self.dtype, *[jnp.float32] * (self.scale_has_gradient + curve.has_cap_column)],
+                implementation=self.implementation,
                 transpose_b=self.transpose_w,
             )
             if labels.ndim > 1:
-                dz, drows = self._with_candidates(dz, drows, chunk_labels, curve, chunk_stats, chunk_cotangents)
-            return self._products(dz, drows, formed, w, state, chunk)
+                dz, drows = self._with_candidates(dz, drows, arrays, chunk_stats, chunk_cotangents)
+            return self._products(LogitCotangent(dz, drows), arrays, gradients, chunk)
 
         size = self._chunk(labels.shape[0], self.dtype)
         state = self._no_gradients(tokens, kernel, is_single=mask is None and size is None)
@@ -162,109 +214,24 @@ class LossHead:
         """The norm of x in float32; x itself where there is no norm."""
         return h.with_array(h.x.astype(jnp.float32)).array() if isinstance(h, DeferredNorm) else h
 
-    # ---- loops over chunks
-
-    def _in_chunks(
-        self,
-        sums: Any,
-        tokens: Tokens,
-        kernel: Kernel,
-        labels: jax.Array,
-        mask: jax.Array | None,
-        dtype: Any,
-        is_lost: Any,
-    ) -> tuple[Statistics, Any]:
-        """The statistics of every token, and whether one is lost.
-
-        Args:
-          sums: the statistics of a chunk, as `_sums`.
-          tokens, kernel, labels, mask: as in `statistics`.
-          dtype: of a chunk's largest array.
-          is_lost: False, () bool; () where nothing can be lost.
-        """
-        w, labels = self._joined(kernel), self._shard_labels(labels)
-
-        def step(state: tuple[Statistics, Any], chunk: Chunk) -> tuple[Statistics, Any]:
-            stats, is_lost = state
-            found, _, is_row_lost = sums(
-                self.formed(tokens, chunk), w, chunk.of(labels), self.curve(tokens, chunk), keep=False
-            )
-            return jax.tree.map(chunk.put, stats, found), jax.tree.map(_or_any, is_lost, is_row_lost)
-
-        size = self._chunk(labels.shape[0], dtype)
-        state = self._no_statistics(tokens, kernel, labels), is_lost
-        found: tuple[Statistics, Any] = over_chunks(
-            step, state, labels.shape[0], size, mask, all_chunks=self.all_chunks
-        )
-        return found
-
-    def _in_chunks_with_gradients(
-        self,
-        sums: Any,
-        value: Callable[..., jax.Array],
-        tokens: Tokens,
-        kernel: Kernel,
-        labels: jax.Array,
-        weights: jax.Array,
-        *coefficients: jax.Array,
-        is_lost: Any,
-    ) -> tuple[Any, Any]:
-        """`values_and_gradients`, and whether a token is lost; sums and is_lost as in `_in_chunks`."""
-        w, labels = self._joined(kernel), self._shard_labels(labels)
-
-        def step(state: Any, chunk: Chunk) -> Any:
-            (values, is_lost), dtokens, dkernel = state
-            formed, chunk_labels, curve = self.formed(tokens, chunk), chunk.of(labels), self.curve(tokens, chunk)
-            stats, z, is_row_lost = sums(formed, w, chunk_labels, curve, keep=True)
-            chunk_values, pullback = jax.vjp(value, stats, *map(chunk.of, coefficients))
-            cotangents, *dcoefficients = pullback(chunk.of(weights))
-            # The label's own logit is the exact one: its cotangent is often a difference.
-            is_label = lax.broadcasted_iota(jnp.int32, z.shape, 1) == chunk_labels[:, None]
-            target = curve.unscaled(stats.target[:, None])
-            capped = jnp.where(is_label, target, curve.capped(z.astype(jnp.float32)))
-            label_column, _, *columns, _ = curve.cotangent_columns(chunk_labels, stats, cotangents)
-            dz, *drows = self._dlogits(curve, capped, label_column, *columns)
-            gradients = self._products(dz.astype(self.dtype), drows, formed, w, (dtokens, dkernel), chunk)
-            values = jax.tree.map(chunk.put, values, [chunk_values, *dcoefficients])
-            return (values, jax.tree.map(_or_any, is_lost, is_row_lost)), *gradients
-
-        size = self._chunk(labels.shape[0], self._logits_dtype(labels))
-        values = [self._no_statistics(tokens, kernel, labels).lse] * (1 + len(coefficients))
-        state = ((values, is_lost), *self._no_gradients(tokens, kernel, is_single=size is None))
-        (found, is_lost), dtokens, dkernel = over_chunks(step, state, labels.shape[0], size)
-        token_values, *dcoefficients = found
-        return (token_values, tuple(dcoefficients), dtokens, self._unpadded(dkernel)), is_lost
-
     # ---- one chunk
 
-    def has_column(self, labels: jax.Array) -> jax.Array:
-        """Whether each label is a column of this shard of W."""
-        return (labels >= 0) & (labels < self.vocabulary)
+    def is_shifted(self, *, keep: bool = False) -> bool:
+        """Whether `sums` shifts exponentials by one number, not each row's by its largest logit; rows may be lost then.
 
-    def formed(self, tokens: Tokens, chunk: Chunk) -> list[jax.Array]:
-        """The arrays that are projected: h, and u beside a low-rank delta."""
-        h: Hidden
-        if isinstance(tokens.h, DeferredNorm):
-            rows = {name: chunk.of(getattr(tokens.h, name)) for name in ("x", "sumsq", "mean")}
-            h = dataclasses.replace(tokens.h, **rows)
-        else:
-            h = chunk.of(tokens.h)
-        formed = [self.normalize(h).astype(self.dtype)]
-        return formed if tokens.inner is None else [*formed, chunk.of(tokens.inner).astype(self.dtype)]
+        Args:
+          keep: as in `sums`.
+        """
+        return False
 
-    def curve(self, tokens: Tokens, chunk: Chunk) -> LogitCurve:
-        scale, cap = (None if x is None else chunk.of(x)[:, None] for x in (tokens.scale, tokens.cap))
-        return LogitCurve(scale, self.soft_cap if cap is None else cap)
+    def sums(self, arrays: ChunkArrays, *, keep: bool = False) -> tuple[Statistics, jax.Array, jax.Array | None]:
+        """The statistics of a chunk; with `keep` what `cotangent` reads; and for each row whether it is lost, or None.
 
-    def _sums(
-        self, formed: list[jax.Array], w: jax.Array, labels: jax.Array, curve: LogitCurve, *, keep: bool = False
-    ) -> tuple[Statistics, jax.Array, tuple[()]]:
-        """The statistics, with `keep` the product in its `_logits_dtype`, and (), since none is lost.
-
-        The entropy, the largest logit, the label's rank and several labels a token are read from the product, which is
-        kept for them: an epilogue's sum over a tile does not know the log-sum-exp of all tiles that
+        Here the product is kept, in its `_logits_dtype`. The entropy, the largest logit, the label's rank and several
+        labels a token are read from it: an epilogue's sum over a tile does not know the log-sum-exp of all tiles that
         sum_v exp(y - lse) y needs. `EntropyHead` guesses it.
         """
+        labels, curve = arrays.labels, arrays.curve
         is_one = labels.ndim == 1
         keep = keep or self._reads_logits(labels) or self._compares
 
@@ -279,14 +246,14 @@ class LossHead:
                 outputs.append(jnp.sum(y, axis=1))  # padding is 0
             return [*outputs, acc] if keep else outputs
 
-        dtypes = [jnp.float32] * (1 + is_one + self.has_total) + [self._logits_dtype(labels)] * keep
-        lse, *sums = self._multiply(
-            formed,
-            w,
+        lse, *sums = multiply(
+            arrays.joined(),
+            arrays.w,
             labels[:, None] if is_one else None,
             *curve.columns(),
             epilogue=loss_sums,
-            out_dtypes=dtypes,
+            out_dtypes=[jnp.float32] * (1 + is_one + self.has_total) + [self._logits_dtype(labels)] * keep,
+            implementation=self.implementation,
             transpose_b=self.transpose_w,
         )
         z = sums.pop() if keep else lse
@@ -296,7 +263,64 @@ class LossHead:
         target, *total = (across(ReductionOp.SUM, x, self.axes) for x in sums)
         entropy = self._entropy(z, lse, curve) if self.has_entropy else None
         stats = Statistics(lse, target, total[0] if total else None, entropy)
-        return self._with_comparisons(stats, z, labels, curve), z, ()
+        return self._with_comparisons(stats, z, labels, curve), z, None
+
+    def cotangent(
+        self, kept: jax.Array, arrays: ChunkArrays, stats: Statistics, cotangents: Statistics
+    ) -> LogitCotangent:
+        """The cotangent of a chunk's z from what `sums` keeps, the statistics and their cotangents."""
+        curve = arrays.curve
+        # The label's own logit is the exact one: its cotangent is often a difference.
+        is_label = lax.broadcasted_iota(jnp.int32, kept.shape, 1) == arrays.labels[:, None]
+        target = curve.unscaled(stats.target[:, None])
+        capped = jnp.where(is_label, target, curve.capped(kept.astype(jnp.float32)))
+        dz, *drows = self._dlogits(curve, capped, CotangentColumns.of(arrays, stats, cotangents))
+        return LogitCotangent(dz.astype(self.dtype), drows)
+
+    def has_column(self, labels: jax.Array) -> jax.Array:
+        """Whether each label is a column of this shard of W."""
+        return (labels >= 0) & (labels < self.vocabulary)
+
+    def arrays(
+        self, tokens: Tokens, w: jax.Array, labels: jax.Array, chunk: Chunk, shift: jax.Array | None = None
+    ) -> ChunkArrays:
+        """The arrays of a chunk; w, labels and shift as `ChunkArrays` has them, the labels those of all tokens."""
+        h: Hidden
+        if isinstance(tokens.h, DeferredNorm):
+            rows = {name: chunk.of(getattr(tokens.h, name)) for name in ("x", "sumsq", "mean")}
+            h = dataclasses.replace(tokens.h, **rows)
+        else:
+            h = chunk.of(tokens.h)
+        formed = [self.normalize(h).astype(self.dtype)]
+        if tokens.inner is not None:
+            formed.append(chunk.of(tokens.inner).astype(self.dtype))
+        scale, cap = (None if x is None else chunk.of(x)[:, None] for x in (tokens.scale, tokens.cap))
+        curve = LogitCurve(scale, self.soft_cap if cap is None else cap)
+        return ChunkArrays(formed, w, chunk.of(labels), curve, shift)
+
+    def _near_logits(self, tokens: Tokens, w: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """The mean of some tokens' targets, (), in a trained model a little below their log-sum-exps.
+
+        It has no gradient. Arguments as in `arrays`; tokens that the mask does not keep may hold anything.
+        """
+        count = labels.shape[0]
+        if isinstance(count, int) and count == 0:
+            return jnp.zeros((), jnp.float32)
+        places = lax.iota(jnp.int32, _SAMPLE) * ((count + _SAMPLE - 1) // _SAMPLE)
+        sampled = Chunk(0, _SAMPLE, places)  # behind the last token the first again
+        arrays = self.arrays(tokens, w, labels, sampled)
+        picked = jnp.take(w, jnp.clip(arrays.labels, 0, self.vocabulary - 1), axis=0 if self.transpose_w else 1)
+        equation = "mk,mk->m" if self.transpose_w else "mk,km->m"
+        z = jnp.einsum(equation, arrays.joined().astype(jnp.float32), picked.astype(jnp.float32))
+        targets = arrays.curve.of(z[:, None])[:, 0]
+        is_target = self.has_column(arrays.labels) & jnp.isfinite(targets) & (places < count)
+        if mask is not None:
+            is_target &= sampled.of(mask)
+        total, num_targets = (
+            across(ReductionOp.SUM, jnp.sum(x), self.axes) for x in (jnp.where(is_target, targets, 0.0), is_target)
+        )
+        shift = total / jnp.maximum(num_targets, 1)
+        return lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0.0))
 
     @property
     def _compares(self) -> bool:
@@ -349,19 +373,9 @@ class LossHead:
         mass, weighted = (across(ReductionOp.SUM, jnp.sum(x, axis=1), self.axes) for x in (p, p * logp))
         return jnp.log(mass) - weighted / mass
 
-    def _dlogits(
-        self,
-        curve: LogitCurve,
-        capped: jax.Array,
-        labels: Any,
-        lse: jax.Array,
-        entropy: Any,
-        dlse: jax.Array,
-        dtarget: Any,
-        dtotal: Any,
-        dentropy: Any,
-    ) -> list[jax.Array]:
-        """dz and `_row_cotangents`; the arguments after capped are columns (m, 1), or None."""
+    def _dlogits(self, curve: LogitCurve, capped: jax.Array, columns: CotangentColumns) -> list[jax.Array]:
+        """dz and `_row_cotangents`."""
+        labels, _, lse, entropy, dlse, dtarget, dtotal, dentropy, _ = columns
         logp = curve.scaled(capped) - lse
         dy = jnp.exp(logp) * (dlse if dentropy is None else dlse - dentropy * (logp + entropy))
         column = lax.broadcasted_iota(jnp.int32, capped.shape, 1)
@@ -382,12 +396,12 @@ class LossHead:
         self,
         dz: jax.Array,
         drows: list[jax.Array],
-        labels: jax.Array,
-        curve: LogitCurve,
+        arrays: ChunkArrays,
         stats: Statistics,
         cotangents: Statistics,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """dz and the row sums, with the terms of the targets of labels (m, k) added."""
+        labels, curve = arrays.labels, arrays.curve
         capped = curve.unscaled(stats.target)
         inside = self.has_column(labels)
         added = jnp.where(inside, cotangents.target, 0.0)
@@ -401,21 +415,20 @@ class LossHead:
         return dz.at[rows, jnp.where(inside, labels, 0)].add(added.astype(dz.dtype)), drows
 
     def _products(
-        self,
-        dz: jax.Array,
-        drows: list[jax.Array],
-        formed: list[jax.Array],
-        w: jax.Array,
-        gradients: tuple[Tokens, Kernel],
-        chunk: Chunk,
-        *,
-        factor: jax.Array | None = None,
+        self, cotangent: LogitCotangent, arrays: ChunkArrays, gradients: tuple[Tokens, Kernel], chunk: Chunk
     ) -> tuple[Tokens, Kernel]:
-        """The gradients with the chunk's: dz W^T in its rows, h^T dz added in place. factor (m, 1) multiplies dz."""
-        dtokens, dkernel = gradients
-        options: dict[str, Any] = {} if factor is None else {"epilogue": scale_rows}
-        options |= {"out_dtypes": [dtokens.h.dtype], "transpose_b": not self.transpose_w}
-        (dh,) = self._multiply([dz], w, *([] if factor is None else [factor]), **options)
+        """The gradients with the chunk's: dz [W; B]^T in its rows; h^T dz, and u^T dz, added in place."""
+        (dtokens, dkernel), formed, (dz, drows, factor, _) = gradients, arrays.formed, cotangent
+        options: dict[str, Any] = {"implementation": self.implementation}
+        (dh,) = multiply(
+            dz,
+            arrays.w,
+            *([] if factor is None else [factor]),
+            epilogue=None if factor is None else scale_rows,
+            out_dtypes=[dtokens.h.dtype],
+            transpose_b=not self.transpose_w,
+            **options,
+        )
         if factor is not None:
             formed = [(factor * x.astype(jnp.float32)).astype(self.dtype) for x in formed]
         dinner = None
@@ -424,26 +437,33 @@ class LossHead:
             dinner = dinner.astype(dtokens.inner.dtype)
         remaining = iter(drows)
         dscale, dcap = (None if x is None else next(remaining) for x in (dtokens.scale, dtokens.cap))
-        chunk_tokens = Tokens(dh, dinner, dscale, dcap)
-        dw = self._added(dkernel.w, *((dz, formed[0]) if self.transpose_w else (formed[0], dz)))
-        db = None if dinner is None else self._added(dkernel.b, formed[1], dz)
-        return jax.tree.map(chunk.put, dtokens, chunk_tokens), Kernel(dw, db)
-
-    def _added(self, total: jax.Array | None, a: jax.Array, b: jax.Array) -> jax.Array:
-        """total + a^T b, float32, in place of total; a^T b alone where the chunk is the only one."""
-        options: dict[str, Any] = {"out_dtypes": [jnp.float32], "transpose_a": True}
-        if total is not None:
+        dtokens = jax.tree.map(chunk.put, dtokens, Tokens(dh, dinner, dscale, dcap))
+        options |= {"out_dtypes": [jnp.float32], "transpose_a": True}
+        is_only = dkernel.w is None  # then there is nothing to add to
+        if not is_only:
             options |= {"epilogue": accumulate, "input_output_aliases": ((0, 0),)}
-        return self._multiply([a], b, *([] if total is None else [total]), **options)[0]
-
-    def _multiply(self, a: list[jax.Array], b: jax.Array, *operands: Any, **options: Any) -> list[jax.Array]:
-        joined = a[0] if len(a) == 1 else jnp.concatenate(a, axis=1)
-        return multiply(joined, b, *operands, implementation=self.implementation, **options)
+        summed = []
+        for i, x in enumerate(formed):
+            a, b = (dz, x) if i == 0 and self.transpose_w else (x, dz)
+            summed += multiply(a, b, *([] if is_only else [dkernel[i]]), **options)
+        return dtokens, Kernel(*summed)
 
     # ---- all chunks
 
     def _chunk(self, rows: Any, dtype: Any) -> int | None:
         return chunk_size(rows, self.columns * np.dtype(dtype).itemsize, self.chunk_bytes)
+
+    def _no_loss(self, shift: jax.Array | None, tokens: Tokens, kernel: Kernel) -> jax.Array | None:
+        """False, which varies over the same mesh axes as a chunk's products; None where nothing can be lost."""
+        axes = varying_axes(*jax.tree.leaves((tokens, kernel)))
+        return None if shift is None else vary(axes, jnp.zeros((), jnp.bool))[0]
+
+    def _on_any_shard(self, is_lost: jax.Array) -> jax.Array:
+        return across(ReductionOp.MAX, is_lost.astype(jnp.int32), self.axes)
+
+    def _chunk_dtype(self, labels: jax.Array, *, keep: bool = False) -> np.dtype:
+        """The dtype of what the tokens of a chunk are counted by: its largest array."""
+        return self._logits_dtype(labels)
 
     def _reads_logits(self, labels: jax.Array) -> bool:
         return self.has_entropy or labels.ndim > 1
@@ -486,7 +506,7 @@ class LossHead:
         def zeros(shape: tuple[Any, ...], dtype: Any) -> jax.Array:
             return vary(axes, jnp.zeros(shape, dtype))[0]
 
-        x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
+        x = tokens.x
         dscale, dcap = (
             zeros(x.shape[:1], jnp.float32) if is_asked else None
             for is_asked in (self.scale_has_gradient, tokens.cap is not None)
@@ -501,5 +521,7 @@ class LossHead:
         return dtokens, Kernel(dw, db)
 
 
-def _or_any(is_lost: jax.Array, is_row_lost: jax.Array) -> jax.Array:
-    return is_lost | jnp.any(is_row_lost)
+def _or_any(is_lost: Any, *flags: jax.Array | None) -> Any:
+    """Whether anything is lost, (), or one of the rows that the flags are of; None where nothing can be."""
+    rows = [x for x in flags if x is not None]
+    return is_lost | jnp.any(functools.reduce(operator.or_, rows)) if rows else is_lost

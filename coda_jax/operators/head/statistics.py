@@ -1,4 +1,4 @@
-"""A head's statistics as differentiable functions of arrays on any mesh.
+"""A head's statistics, and weighted sums of functions of them, differentiable, of arrays on any mesh.
 
 `statistics` computes the logits again in its backward pass. `weighted_sum`, whose cotangent is a number, forms the
 gradients in its forward pass, while a chunk's logits are there.
@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coda_jax.lowering.row_function import Result, on_row_shards
 from coda_jax.operators.deferred_norm import DeferredNorm, row_flags
 from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.head.loss_head import LossHead
+from coda_jax.operators.head.row_function import Result, on_row_shards
 from coda_jax.primitives.dtypes import kept_dtype
 from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
-from coda_jax.primitives.reverse_mode import differentiable
+from coda_jax.primitives.reverse_mode import Rule
 
 Value = Callable[..., jax.Array]  # of each token's statistics and coefficients, elementwise
 
@@ -30,8 +30,8 @@ def statistics(
     head: LossHead, name: str, tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None = None
 ) -> Statistics:
     """`LossHead.statistics` with its derivative, named as the operator."""
-    result: Statistics = _on_explicit_shards(partial(_statistics, name=name), head, tokens, kernel, labels, mask)
-    return result
+    stats: Statistics = _on_explicit_shards(partial(_statistics_rule, name), head, tokens, kernel, labels, mask)
+    return stats
 
 
 def weighted_sum(
@@ -48,81 +48,58 @@ def weighted_sum(
 
     Coefficients are (), or (M,) as the weights are, and receive their gradient. `value` closes over no array.
     """
-    f = partial(_weighted_sum, name=name, value=value)
-    return jnp.sum(_on_explicit_shards(f, head, tokens, kernel, labels, weights, *coefficients))
+    rule_of = partial(_sum_rule, name, value)
+    return jnp.sum(_on_explicit_shards(rule_of, head, tokens, kernel, labels, weights, *coefficients))
 
 
-# ---- on one device's shard over explicit axes
+# ---- the functions and their derivatives
 
 
-def _statistics(head: LossHead, *arguments: Any, name: str) -> Statistics:
-    def run(tokens: Tokens, kernel: Kernel, labels: jax.Array, mask: jax.Array | None) -> Statistics:
-        each: Any = Result()
-        has_more = (head.has_total, head.has_entropy, head.has_best, bool(head.rank))
-        results = Statistics(each, each, *(each if is_asked else None for is_asked in has_more))
-        stats: Statistics = _on_devices(head, "statistics", (tokens, kernel, labels, mask), results)
-        return stats
+def _statistics_rule(name: str, head: LossHead) -> Rule:
+    """The statistics of tokens, kernel, labels and mask."""
 
     def forward(*arguments: Any) -> tuple[Statistics, Any]:
-        stats = _statistics(head, *arguments, name=name)
+        # By the rule, which is the derivative of kept statistics too.
+        stats = rule.function(arguments)(rule.zero(arguments), *arguments)
         return stats, (arguments, stats)
 
     def backward(kept: Any, cotangents: Statistics) -> tuple[Any, ...]:
         (tokens, kernel, labels, mask), stats = kept
-        pullback = _pullback if mask is None else _masked_pullback
-        dtokens, dkernel = pullback(head, tokens, kernel, labels, mask, stats, cotangents, name=name)
-        return *_argument_cotangents(head, tokens, kernel, dtokens, dkernel), None, None
+        gradients = on_row_shards(
+            LossHead.pullback,
+            head,
+            **_places(head, tokens, kernel, labels, mask, stats, cotangents),
+            name=name,
+            results=_gradients(head, tokens, kernel),
+            # JAX has no reverse mode of a loop over some chunks.
+            twin=None if mask is None else dataclasses.replace(head, all_chunks=True),
+        )
+        return *_argument_cotangents(head, tokens, kernel, *gradients), None, None
 
-    result: Statistics = differentiable(name, run, forward, backward)(*arguments)
-    return result
-
-
-def _pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
-    gradients: tuple[Tokens, Kernel] = _on_devices(head, "pullback", arguments, _gradients(head, *arguments[:2]))
-    return gradients
-
-
-def _masked_pullback(head: LossHead, *arguments: Any, name: str) -> tuple[Tokens, Kernel]:
-    """`_pullback`, with the derivative of a loop over all chunks: JAX has no reverse mode of a loop over some."""
-    over_all = dataclasses.replace(head, all_chunks=True)
-    run, like = (partial(_pullback, one, name=name) for one in (head, over_all))
-    gradients: tuple[Tokens, Kernel] = _derived_as(like, name, run, arguments, fixed=(2, 3))
-    return gradients
+    rule = Rule(name, partial(_forward_statistics, name, head), forward, backward)
+    return rule
 
 
-def _derived_as(
-    like: Callable[..., Any], name: str, run: Callable[..., Any], arguments: tuple[Any, ...], *, fixed: tuple[int, ...]
-) -> Any:
-    """run(*arguments) with the derivative of `like`, another function with the same results.
-
-    Args:
-      fixed: numbers of the arguments that are not differentiated, as labels.
-    """
-
-    def backward(arguments: Any, cotangents: Any) -> tuple[Any, ...]:
-        def varied_function(*varied: Any) -> Any:
-            remaining = iter(varied)
-            return like(*(x if i in fixed else next(remaining) for i, x in enumerate(arguments)))
-
-        _, pullback = jax.vjp(varied_function, *(x for i, x in enumerate(arguments) if i not in fixed))
-        differentiated = iter(pullback(cotangents))
-        return tuple(None if i in fixed else next(differentiated) for i in range(len(arguments)))
-
-    return differentiable(name, run, lambda *arguments: (run(*arguments), arguments), backward)(*arguments)
-
-
-def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> jax.Array:
-    """The sum over a device's tokens, (1,)."""
+def _sum_rule(name: str, value: Value, head: LossHead) -> Rule:
+    """The sum over a device's tokens, (1,), of tokens, kernel, labels, weights and coefficients."""
 
     def run(
-        tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array, *coefficients: jax.Array
+        _: jax.Array, tokens: Tokens, kernel: Kernel, labels: jax.Array, weights: jax.Array, *coefficients: jax.Array
     ) -> jax.Array:
-        stats = _statistics(head, tokens, kernel, labels, None, name=name)
+        stats = _forward_statistics(name, head, None, tokens, kernel, labels, None)
         return jnp.sum(weights * value(stats, *coefficients), keepdims=True)
 
     def forward(*arguments: Any) -> tuple[jax.Array, Any]:
-        tokens, kernel, _, weights, *_ = arguments
-        values, *gradients = _values_and_gradients(head, *arguments, name=name, value=value)
+        tokens, kernel, _, weights, *coefficients = arguments
+        by_logits = head.logit_head()
+        values, *gradients = on_row_shards(
+            partial(LossHead.values_and_gradients, value=value),
+            head,
+            **_places(head, *arguments),
+            name=name,
+            results=(Result(), (Result(),) * len(coefficients), _gradients(head, tokens, kernel)),
+            twin=None if by_logits is head else by_logits,
+        )
         return jnp.sum(weights * values, keepdims=True), (tokens, kernel, values, gradients)
 
     def backward(kept: Any, dsum: jax.Array) -> tuple[Any, ...]:
@@ -135,25 +112,18 @@ def _weighted_sum(head: LossHead, *arguments: Any, name: str, value: Value) -> j
             *(dsum * x for x in dcoefficients),
         )
 
-    result: jax.Array = differentiable(name, run, forward, backward)(*arguments)
-    return result
+    return Rule(name, run, forward, backward)
 
 
-def _values_and_gradients(head: LossHead, *arguments: Any, name: str, value: Value) -> Any:
-    """`LossHead.values_and_gradients`, whose own derivative is that of the head that keeps logits."""
-
-    def computed_by(head: LossHead) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            tokens, kernel, *others = arguments
-            results = (Result(), (Result(),) * len(others[2:]), _gradients(head, tokens, kernel))
-            return _on_devices(head, "values_and_gradients", arguments, results, value)
-
-        return run
-
-    by_logits = head.logit_head()
-    if by_logits is head:
-        return computed_by(head)(*arguments)
-    return _derived_as(computed_by(by_logits), name, computed_by(head), arguments, fixed=(2,))
+def _forward_statistics(name: str, head: LossHead, _: Any, *arguments: Any) -> Statistics:
+    """`LossHead.statistics` of tokens, kernel, labels and mask, behind the zero that a `Rule` passes."""
+    each: Any = Result()
+    has_more = (head.has_total, head.has_entropy, head.has_best, bool(head.rank))
+    results = Statistics(each, each, *(each if is_asked else None for is_asked in has_more))
+    stats: Statistics = on_row_shards(
+        LossHead.statistics, head, **_places(head, *arguments), name=name, results=results
+    )
+    return stats
 
 
 def _argument_cotangents(
@@ -171,24 +141,14 @@ def _argument_cotangents(
 # ---- on the devices of a mesh
 
 
-def _on_devices(head: LossHead, method: str, arguments: tuple[Any, ...], results: Any, *first: Any) -> Any:
-    """head.method(*first, *arguments), run by each device of a mesh; `results` has the kind of each returned array."""
-    tokens, kernel, *others = arguments
+def _places(head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> dict[str, Any]:
+    """Arguments of `on_row_shards`: the arrays, and what is sharded of each."""
     cast = jax.tree.map(lambda x: x.astype(head.dtype), kernel)  # here, so that it is gathered in the compute dtype
-    kinds, structure = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, Result))
-
-    def bound_method(head: LossHead) -> Callable[..., Any]:
-        return partial(getattr(head, method), *first)
-
-    outputs = on_row_shards(
-        bound_method(head),
-        *(tokens, cast, *others),
-        rows=(_row_flags(tokens), False, *(True for _ in others)),
-        columns=(-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
-        results=kinds,
-        sharded_f=lambda *columns: bound_method(head.on_shard(*columns)),
-    )
-    return jax.tree.unflatten(structure, outputs)
+    return {
+        "arguments": (tokens, cast, *others),
+        "rows": (_row_flags(tokens), False, *(True for _ in others)),
+        "columns": (-1, Kernel(*_vocabulary_axes(head, kernel)), *(-1 for _ in others)),
+    }
 
 
 def _gradients(head: LossHead, tokens: Tokens, kernel: Kernel) -> Any:
@@ -218,37 +178,30 @@ def _row_flags(tokens: Tokens) -> Any:
     return flags._replace(h=row_flags(tokens.h)) if isinstance(tokens.h, DeferredNorm) else flags
 
 
-def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any) -> Any:
-    """f(head, tokens, kernel, *others), on each device's shard if explicit mesh axes shard tokens or the vocabulary.
+# ---- over explicit mesh axes
+
+
+def _on_explicit_shards(
+    rule_of: Callable[[LossHead], Rule], head: LossHead, tokens: Tokens, kernel: Kernel, *others: Any
+) -> Any:
+    """A head's rule, on each device's shard if explicit mesh axes shard tokens or the vocabulary.
 
     A chunk of all tokens would be the tokens of a few devices. Over axes that shard neither everything is replicated:
     arrays that they shard otherwise, as along W's D, are gathered. An array () is one number for all tokens, which each
     device repeats for its own.
     """
-    x = tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h
     w_axis, b_axis = _vocabulary_axes(head, kernel)
-    rows, vocabulary = explicit_cuts(x)[0], explicit_cuts(kernel.w)[w_axis]
+    rows, vocabulary = explicit_cuts(tokens.x)[0], explicit_cuts(kernel.w)[w_axis]
     columns = tuple(axis for axis in vocabulary if axis not in rows)
     arguments = (tokens, kernel, *others)
     sharded = [leaf for leaf in jax.tree.leaves(arguments) if any(explicit_cuts(leaf))]
-    mesh = jax.typeof(sharded[0] if sharded else x).sharding.mesh
+    mesh = jax.typeof(sharded[0] if sharded else tokens.x).sharding.mesh
     shards = math.prod(size for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if name in columns)
     shard_head = head.on_shard(columns, shards) if columns else head
-
-    def run(*arguments: Any) -> Any:
-        axes = varying_axes(*jax.tree.leaves(arguments)) - set(columns)
-        tokens, *others = jax.tree.map(lambda x: vary(axes, x)[0], arguments)
-        # Each device has a term of a token's cotangent, which is their sum: the derivative of this `vary` sums them.
-        tokens = jax.tree.map(lambda x: vary(axes | set(columns), x)[0], tokens)
-        count = (tokens.h.x if isinstance(tokens.h, DeferredNorm) else tokens.h).shape[0]
-        return f(shard_head, *jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, (count,)), (tokens, *others)))
-
     if not sharded:
-        return run(*arguments)
-    by_rows, by_columns = (
-        jax.P(rows or None),
-        [jax.P(*[None] * axis, columns or None) for axis in (w_axis, b_axis or 0)],
-    )
+        return _on_shard(rule_of, shard_head, *arguments)
+    by_rows = jax.P(rows or None)
+    by_columns = [jax.P(*[None] * axis, columns or None) for axis in (w_axis, b_axis or 0)]
     specs = (
         jax.tree.map(lambda x, has_rows: by_rows if has_rows and x.ndim else jax.P(), tokens, _row_flags(tokens)),
         jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),
@@ -256,6 +209,24 @@ def _on_explicit_shards(f: Callable[..., Any], head: LossHead, tokens: Tokens, k
     )
     arguments = jax.tree.map(lambda x, spec: placed(x, jax.sharding.NamedSharding(mesh, spec)), arguments, specs)
     if not rows and not columns:
-        return run(*arguments)
-    on_shards = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=by_rows, axis_names=set(explicit_axes(mesh)))
+        return _on_shard(rule_of, shard_head, *arguments)
+    on_shards = jax.shard_map(
+        partial(_on_shard, rule_of, shard_head),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=by_rows,
+        axis_names=set(explicit_axes(mesh)),
+    )
     return on_shards(*arguments)
+
+
+def _on_shard(rule_of: Callable[[LossHead], Rule], head: LossHead, *arguments: Any) -> Any:
+    """The rule of a shard's head; all arguments vary over the same mesh axes there, and a number is repeated."""
+    axes = varying_axes(*jax.tree.leaves(arguments)) - set(head.axes)
+    tokens, *others = jax.tree.map(lambda x: vary(axes, x)[0], arguments)
+    # Each device has a term of a token's cotangent, which is their sum: the derivative of this `vary` sums them.
+    tokens = jax.tree.map(lambda x: vary(axes | set(head.axes), x)[0], tokens)
+    rows = tokens.x.shape[:1]
+    arguments = jax.tree.map(lambda x: x if x.ndim else jnp.broadcast_to(x, rows), (tokens, *others))
+    rule = rule_of(head)
+    return rule.function(arguments)(rule.zero(arguments), *arguments)

@@ -19,7 +19,7 @@ from coda_jax.operators.head.arguments import (
     head_arguments,
     known_labels,
 )
-from coda_jax.operators.head.entropy_head import EntropyHead
+from coda_jax.operators.head.shifted_heads import EntropyHead
 from coda_jax.operators.head.statistics import statistics
 from coda_jax.primitives.dtypes import check_dtype
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import dispatch  # prim_requires_devices_during_lowering has no public name
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
@@ -22,19 +23,20 @@ from jax.sharding import PartitionSpec
 
 from coda_jax import ffi
 from coda_jax.jaxprs.walk import equations
-from coda_jax.lowering.on_devices import digest_of
+from coda_jax.lowering.on_devices import digest_of, scattered_sum
 from coda_jax.lowering.record import key_of
 from coda_jax.lowering.select import report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, devices_of, partitioned_call
+from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.primitives.fallbacks import is_strict
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from coda_jax.primitives.mesh_types import (
     MeshAxes,
     cutting_evenly,
     may_be_automatic,
-    mesh_axes_of,
     partition_spec,
 )
+from coda_jax.primitives.reverse_mode import refuse_forward_mode
 from coda_jax.primitives.spec import GemmSpec
 from coda_jax.tiles.table import chosen_by
 
@@ -61,39 +63,50 @@ class Result(NamedTuple):
 
 def on_row_shards(
     f: Callable[..., Any],
-    *arguments: Any,
+    head: LossHead,
+    arguments: tuple[Any, ...],
+    *,
+    name: str,
     rows: Sequence[Any],
     columns: Sequence[Any],
-    results: Sequence[Result],
-    sharded_f: Callable[[MeshAxes, int], Callable[..., Any]],
-) -> list[jax.Array]:
-    """f(*arguments), its results flat, which on automatic mesh axes each device computes of its own rows.
+    results: Any,
+    twin: LossHead | None = None,
+) -> Any:
+    """f(head, *arguments), which on automatic mesh axes each device computes of its own rows.
 
-    Mesh axes that do not shard the rows may shard columns: an axis of some arguments that have no rows.
+    Mesh axes that do not shard the rows may shard columns: an axis of some arguments that have no rows. There f is
+    called with the head `head.on_shard` of a device's columns. JAX differentiates f.
 
     Args:
       f: a function that closes over no array. It may be called on some of the rows.
-      *arguments: pytrees of arrays.
+      arguments: pytrees of arrays.
+      name: of the operator, for the error of a forward mode.
       rows: for each argument a prefix of it: whether arrays have the rows as their first axis. The others are
         replicated on each device, but for their columns.
       columns: for each argument a prefix of it: the axis of the columns, or -1.
-      results: the kind of each result.
-      sharded_f: gives f for a shard of the columns, from the mesh axes that shard them and the number of shards.
+      results: what f returns, with a `Result` in the place of each array.
+      twin: a head of which f has the same results, where JAX cannot differentiate f(head, ...); it differentiates
+        f(twin, ...) in its place.
     """
     leaves, tree = jax.tree.flatten(arguments)
-    unflatten: Callable[..., Any] = tree.unflatten  # type: ignore[attr-defined]
-    if not may_be_automatic(*leaves):
-        return jax.tree.leaves(f(*arguments))
+    if not may_be_automatic(*leaves) and twin is None:
+        return f(head, *arguments)
+    kinds, structure = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, Result))
     flags, axes = (jax.tree.leaves(jax.tree.broadcast(tuple(x), arguments)) for x in (rows, columns))
 
-    def flat(*leaves: jax.Array, columns: tuple[MeshAxes, int] | None = None) -> list[jax.Array]:
-        return jax.tree.leaves((sharded_f(*columns) if columns else f)(*unflatten(leaves)))
+    def flat(head: LossHead, *leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(f(head, *jax.tree.unflatten(tree, leaves)))
 
-    # The jaxpr is the function of all rows: what one device runs, and what readers of the program see.
-    jaxpr = jax.make_jaxpr(flat)(*leaves)
-    places = Places(tuple(flags), tuple(axes), tuple(results))
-    outputs: list[jax.Array] = row_shards_p.bind(*leaves, jaxpr=jaxpr, f=flat, places=places)
-    return outputs
+    outputs = row_shards_p.bind(
+        *leaves,
+        # The function of all rows: what one device runs, and what readers of the program see.
+        jaxpr=jax.make_jaxpr(functools.partial(f, head))(*arguments),
+        of_shard=lambda columns: functools.partial(flat, head.on_shard(*columns) if columns else head),
+        differentiated=None if twin is None else functools.partial(flat, twin),
+        name=name,
+        places=Places(tuple(flags), tuple(axes), tuple(kinds)),
+    )
+    return jax.tree.unflatten(structure, outputs)
 
 
 class Places(NamedTuple):
@@ -113,13 +126,12 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
     def unsharded(*leaves: jax.Array) -> list[jax.Array]:
         return _unsharded(*leaves, **params)
 
-    f: Callable[..., list[jax.Array]] = params["f"]
     avals: Sequence[Any] = ctx.avals_in
     num_devices, has_devices = devices_of(ctx)
     route = route_of(avals, num_devices, for_export=ctx.module_context.lowering_parameters.for_export)
-    if not route.is_automatic or route.reason is not None or not has_devices:
+    places: Places | None = params["places"]
+    if places is None or not route.is_automatic or route.reason is not None or not has_devices:
         return mlir.lower_fun(unsharded, multiple_results=True)(ctx, *leaves)
-    places: Places = params["places"]
     strict = is_strict()  # now: XLA's partitioner calls back later, and on threads of its own
 
     def partition(
@@ -137,7 +149,7 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         column_shards = (columns, math.prod(sizes[name] for name in columns)) if columns else None
 
         def each(*leaves: jax.Array) -> list[jax.Array]:
-            jaxpr = jax.make_jaxpr(functools.partial(f, columns=column_shards))(*leaves)
+            jaxpr = jax.make_jaxpr(params["of_shard"](column_shards))(*leaves)
             _record(params["jaxpr"], jaxpr)
             if strict:
                 _refuse_fallbacks(jaxpr)
@@ -146,7 +158,7 @@ def lower(ctx: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
             all_summed = []
             for x, output, result, spec in zip(sent, outputs, places.results, result_specs, strict=True):
                 if result.is_sum:
-                    x = summed(x, rows, spec)
+                    x = scattered_sum(x, rows, spec)
                 all_summed.append((lax.psum(x, columns) if result.is_partial and columns else x).astype(output.dtype))
             return all_summed
 
@@ -221,16 +233,6 @@ def _as_sent(outputs: Sequence[jax.Array], results: Sequence[Result]) -> Sequenc
     return outputs if are_same else lax.optimization_barrier(cast)
 
 
-def summed(x: jax.Array, axes: MeshAxes, spec: PartitionSpec) -> jax.Array:
-    """The sum over these mesh axes, scattered over those of them by which `spec` shards it."""
-    kept = [tuple(name for name in names if name in axes) for names in mesh_axes_of(spec, x.ndim)]
-    for dimension, names in enumerate(kept):
-        if names:
-            x = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
-    rest = tuple(name for name in axes if not any(name in names for names in kept))
-    return lax.psum(x, rest) if rest else x
-
-
 def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> SdyShardingRule:
     """The rows go together, and so do the columns; other axes are replicated; a sum may be sharded in any way."""
     replicated: list[str] = []
@@ -259,18 +261,40 @@ def _rule(ranks: Sequence[int], result_ranks: Sequence[int], places: Places) -> 
     return SdyShardingRule(arguments, results, need_replication_factors=tuple(replicated))
 
 
-row_shards_p.def_impl(lambda *leaves, **params: jax.jit(functools.partial(_unsharded, **params))(*leaves))
-row_shards_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-ad.primitive_jvps[row_shards_p] = lambda primals, tangents, **params: jax.jvp(
-    functools.partial(_unsharded, **params), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents)
-)
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The results of the function, and the tangents of the one that JAX differentiates in its place."""
+    varied = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    differentiated = params["differentiated"]
+
+    def of_varied(*arrays: jax.Array) -> list[jax.Array]:
+        leaves = list(primals)
+        for i, x in zip(varied, arrays, strict=True):
+            leaves[i] = x
+        if differentiated is None:
+            return _unsharded(*leaves, **params)
+        zero = jnp.sum(refuse_forward_mode(params["name"], arrays))  # added, lest nobody reads its tangent
+        return [x + zero.astype(x.dtype) for x in differentiated(*leaves)]
+
+    outputs, output_tangents = jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+    return outputs if differentiated is None else row_shards_p.bind(*primals, **params), output_tangents
 
 
 def _batch(leaves: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:
-    results = jax.vmap(functools.partial(_unsharded, **params), in_axes=tuple(axes))(*leaves)
+    """The function of a batch, which is not sharded by its rows."""
+    batched = jax.vmap(functools.partial(_unsharded, **params), in_axes=tuple(axes))
+    if params["differentiated"] is None:
+        results = batched(*leaves)
+    else:
+        params["differentiated"] = jax.vmap(params["differentiated"], in_axes=tuple(axes))
+        results = row_shards_p.bind(*leaves, **params | {"jaxpr": jax.make_jaxpr(batched)(*leaves), "places": None})
     return results, [0] * len(results)
 
 
+row_shards_p.def_impl(lambda *leaves, **params: jax.jit(functools.partial(_unsharded, **params))(*leaves))
+row_shards_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+ad.primitive_jvps[row_shards_p] = _jvp
 batching.primitive_batchers[row_shards_p] = _batch
 mlir.register_lowering(row_shards_p, mlir.lower_fun(_unsharded, multiple_results=True))
 mlir.register_lowering(row_shards_p, lower, platform="cuda")
