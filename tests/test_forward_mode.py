@@ -88,7 +88,7 @@ def test_every_forward_mode(mode):
 
 
 def test_a_gradient_is_named():
-    """Of the loss head's own gradient, in bfloat16, another function is differentiated."""
+    """The loss head gives its gradient, in bfloat16, the derivative of another function of the same results."""
     x, *rest = loss_cases.arguments(jnp.bfloat16)
     gradient = jax.grad(lambda x: loss_cases.loss(x, *rest)[0])
     for mode in ("jvp", "jit of jvp"):

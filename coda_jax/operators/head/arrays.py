@@ -131,7 +131,7 @@ class ChunkArrays(NamedTuple):
     w: jax.Array
     labels: jax.Array
     curve: LogitCurve
-    shift: jax.Array | None = None
+    shift: Any = None
 
     def joined(self) -> jax.Array:
         """[h, u]."""
@@ -156,11 +156,22 @@ class CotangentColumns(NamedTuple):
 
     @classmethod
     def of(cls, arrays: ChunkArrays, stats: Statistics, cotangents: Statistics) -> CotangentColumns:
+        def column(x: Any) -> Any:
+            return None if x is None else x[:, None]
+
         labels, dtarget = (arrays.labels, cotangents.target) if arrays.labels.ndim == 1 else (None, None)
-        rows = (stats.lse, stats.entropy, cotangents.lse, dtarget, cotangents.total, cotangents.entropy)
-        label_column, *others = (None if x is None else x[:, None] for x in (labels, *rows))
         scale, cap = arrays.curve.columns()
-        return cls(label_column, scale, *others, cap)
+        return cls(
+            labels=column(labels),
+            scale=scale,
+            lse=column(stats.lse),
+            entropy=column(stats.entropy),
+            dlse=column(cotangents.lse),
+            dtarget=column(dtarget),
+            dtotal=column(cotangents.total),
+            dentropy=column(cotangents.entropy),
+            cap=cap,
+        )
 
 
 class LogitCotangent(NamedTuple):

@@ -162,7 +162,7 @@ class LossHead:
         found = values[0], tuple(values[1:]), (dtokens, self._unpadded(dkernel))
         if shift is None:
             return found
-        arguments = tokens, kernel, labels, weights, *coefficients
+        arguments: Any = tokens, kernel, labels, weights, *coefficients
         again = partial(LossHead.values_and_gradients, self.logit_head(), *arguments, value=value)
         return unexpected(self._on_any_shard(is_lost), again, found)
 

@@ -1,6 +1,7 @@
 """Functions of rows that XLA's partitioner shards as one call: each device runs them on its own rows.
 
-A loop over chunks of rows would otherwise be sharded chunk by chunk, with collectives in every step.
+A loop over chunks of rows would otherwise be sharded chunk by chunk, with collectives in every step. Loops whose number
+of steps is not static have no derivative of JAX's; there the function has that of a twin, with the same results.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def on_row_shards(
     """f(head, *arguments), which on automatic mesh axes each device computes of its own rows.
 
     Mesh axes that do not shard the rows may shard columns: an axis of some arguments that have no rows. There f is
-    called with the head `head.on_shard` of a device's columns. JAX differentiates f.
+    called with the head of a device's columns, `head.on_shard`.
 
     Args:
       f: a function that closes over no array. It may be called on some of the rows.
