@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, is_derivative, variables
+from coda_jax.fusion.dots import Equation, is_derivative
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.units import CASTS, is_square, narrows
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.primitives.mesh_types import explicit_sharding, placed, vary
 

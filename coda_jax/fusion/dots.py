@@ -66,11 +66,6 @@ def dots_in(jaxpr: core.Jaxpr) -> dict[int, Equation]:
     return {i: equation for i, equation in enumerate(jaxpr.eqns) if equation.primitive.name == "dot_general"}
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are no literals."""
-    return [x for x in atoms if not isinstance(x, core.Literal)]
-
-
 def swaps_factors(transpose: Equation, dot: Equation) -> bool:
     """True for a transpose of a dot_general's result that is the result of the factors in the other order."""
     (sums, _), (batch, _) = dot.params["dimension_numbers"]

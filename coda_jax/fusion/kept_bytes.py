@@ -14,12 +14,12 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.fusion.alike import own_params
-from coda_jax.fusion.dots import variables
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.function import Graph
 from coda_jax.graph.on_mesh import typed
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.walk import equations
 
 

@@ -18,7 +18,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.fusion.alike import own_params, structure
 from coda_jax.fusion.defer import Deferred, deferred, saves_bytes
-from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
+from coda_jax.fusion.dots import Dot, Equation, dots_in
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
@@ -35,6 +35,7 @@ from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.values import Leaf, Product, Value, is_seen, mapped
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.graph import LOOPS
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_sharding, vary

@@ -19,9 +19,10 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, swaps_factors, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, dots_in, swaps_factors
 from coda_jax.fusion.makers import Makers, among, asks_sharding, kept_columns
 from coda_jax.graph.constraint import constraint_of
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 _GREATEST_FILL = -1e4  # of padding

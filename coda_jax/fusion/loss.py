@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
+from coda_jax.fusion.dots import Dot, Equation, dots_in
 from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import FLIPPED, Makers, among
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot
@@ -36,6 +36,7 @@ from coda_jax.fusion.row_gradients import RowGradient, row_gradients
 from coda_jax.fusion.row_losses import RowLoss, row_losses
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics

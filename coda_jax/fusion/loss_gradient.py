@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.ends import end_of
 from coda_jax.fusion.logits import Logits
 from coda_jax.fusion.loss import arguments_of, heads, may_sum
@@ -28,6 +28,7 @@ from coda_jax.fusion.shifts import is_free_of
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.fusion.token_sums import TokenFunction, as_coefficients, token_function
 from coda_jax.fusion.wide import Factor, Row, Unknown, Wide, array_of
+from coda_jax.jaxprs.def_use import definitions, free_variables, variables
 from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr, read
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
@@ -83,7 +84,7 @@ class _Site:
             return False
         with_effects = [e for part in self._parts for e in part if e.effects]
         is_in_order = with_effects == [e for e in self.makers.equations if e.effects]
-        late = {x for equation in self._parts[2] for x in equation.outvars}
+        late = definitions(self._parts[2])
         has_order = is_in_order and late.isdisjoint([*self._inputs, *self.wide.rows])
         return has_order and self._behind.isdisjoint(self._given) and self.logits.dot.a is not self.logits.dot.b
 
@@ -141,7 +142,7 @@ class _Site:
     def _inputs(self) -> list[Any]:
         """The variables that the equations between the loss and its gradient read, beside what they make."""
         (_, between, _), rows = self._parts, self.wide.rows
-        made = {x for equation in between for x in equation.outvars}
+        made = definitions(between)
         read = [x for e in between if e.outvars[0] not in rows for x in variables(e.invars)]
         read += _leaves([*(rows[e.outvars[0]] for e in between if e.outvars[0] in rows), *self.slopes])
         return [x for x in dict.fromkeys(read) if x not in made]
@@ -150,9 +151,8 @@ class _Site:
     def _results(self) -> list[Any]:
         """The variables made between the loss and its gradient that are read behind."""
         _, between, after = self._parts
-        made = {x for equation in between for x in equation.outvars}
-        read = [x for e in after for x in variables(e.invars)]
-        return [x for x in dict.fromkeys([*read, *variables(self.makers.jaxpr.outvars)]) if x in made]
+        made, read = definitions(between), [*free_variables(after), *variables(self.makers.jaxpr.outvars)]
+        return [x for x in dict.fromkeys(read) if x in made]
 
     @functools.cached_property
     def _between(self) -> core.ClosedJaxpr:

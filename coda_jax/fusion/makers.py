@@ -1,8 +1,8 @@
-"""Who makes and who reads the variables of a jaxpr, and what is one array in other words: casts, views, constants."""
+"""Arrays of a jaxpr that are one array in other words: casts, views, constants."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,41 +11,16 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.epilogue.values import same_shape
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.graph.constraint import is_constraint
 from coda_jax.graph.on_mesh import PVARY
+from coda_jax.jaxprs.def_use import DefUse
 
 VIEWS = PVARY | {"broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type"}
 
 
-class Makers:
-    """The equations of a jaxpr by the variables that they make and read."""
-
-    def __init__(self, jaxpr: core.Jaxpr):
-        equations: Sequence[Equation] = jaxpr.eqns
-        self.jaxpr, self.equations = jaxpr, equations
-        self._makers = {x: equation for equation in equations for x in equation.outvars}
-        self._numbers = {id(equation): i for i, equation in enumerate(equations)}
-        self._readers: dict[Any, list[Equation]] = {}
-        for equation in equations:
-            for x in dict.fromkeys(variables(equation.invars)):
-                self._readers.setdefault(x, []).append(equation)
-
-    def maker(self, x: Any) -> Equation | None:
-        """The equation that makes a variable; None for an argument or a literal."""
-        return None if isinstance(x, core.Literal) else self._makers.get(x)
-
-    def readers(self, x: Any) -> list[Equation]:
-        """The equations that read a variable, each once."""
-        return self._readers.get(x, [])
-
-    def number(self, equation: Equation) -> int:
-        return self._numbers[id(equation)]
-
-    def read_by(self, arrays: Iterable[Any], *names: str) -> list[Equation]:
-        """The equations of these names that read one of the variables, each once, in order."""
-        read_by = {id(e): e for x in arrays for e in self.readers(x) if e.primitive.name in names}
-        return [read_by[one] for one in sorted(read_by, key=lambda one: self._numbers[one])]
+class Makers(DefUse):
+    """The definitions and uses of a jaxpr's variables, and the variables that are one array."""
 
     def casts(self, x: Any) -> set[Any]:
         """The variable and what it is cast to, among floats of an epilogue's, also behind constraints of shardings."""
@@ -158,54 +133,6 @@ class Makers:
         rows = tuple(range(x.aval.ndim - 1))
         is_row = tuple(maker.params["broadcast_dimensions"])[: len(rows)] == rows
         return source if is_row and same_shape(source.aval.shape, (*x.aval.shape[:-1], 1)[: source.aval.ndim]) else None
-
-    def behind(self, seeds: Iterable[Any]) -> set[Any]:
-        """The variables that depend on some, and these."""
-        found = set(seeds)
-        for equation in self.equations:
-            if not found.isdisjoint(variables(equation.invars)):
-                found |= set(equation.outvars)
-        return found
-
-    def in_front_of(self, names: Collection[str], stops: Collection[str]) -> set[Any]:
-        """The variables that reach an equation of some names through equations that are none of `stops`."""
-        found = set[Any]()
-        for equation in reversed(self.equations):
-            name = equation.primitive.name
-            if name in names or (name not in stops and not found.isdisjoint(equation.outvars)):
-                found.update(variables(equation.invars))
-        return found
-
-    def is_needed(self, x: Any, known: Collection[Any], also: Collection[Any] = ()) -> bool:
-        """Whether a variable's equation is among the `needed` ones, without a walk over all."""
-        ends, seen, open_ = {*variables(self.jaxpr.outvars), *also}.difference(known), set(known), [x]
-        while open_:
-            x = open_.pop()
-            if x in ends:
-                return True
-            if x in seen:
-                continue
-            seen.add(x)
-            for equation in self.readers(x):
-                if equation.effects:
-                    return True
-                open_ += equation.outvars
-        return False
-
-    def needed(self, known: Iterable[Any], also: Iterable[Any] = ()) -> set[int]:
-        """The ids of the equations that are needed where some variables are known, and others are results too."""
-        seen, found, open_ = set(known), set[int](), [e for e in self.equations if e.effects]
-        ends = [*variables(self.jaxpr.outvars), *also]
-        while open_ or ends:
-            if open_:
-                equation = open_.pop()
-                if id(equation) not in found:
-                    found.add(id(equation))
-                    ends += variables(equation.invars)
-            elif (x := ends.pop()) not in seen:
-                seen.add(x)
-                open_ += [e for e in [self.maker(x)] if e is not None]
-        return found
 
 
 def among(x: Any, arrays: Collection[Any]) -> bool:

@@ -15,12 +15,13 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.fusion.custom import CUSTOM_VJPS, tangents_jaxpr
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import MARKS, OF_ELEMENTS, RowRule, sums_rows
 from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import evaluate
 
 _REDUCE: Mapping[str, Callable[..., jax.Array]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}

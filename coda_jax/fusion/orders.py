@@ -14,11 +14,12 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.fusion.dots import Dot, Equation, dot_of, transposed_factors, variables
+from coda_jax.fusion.dots import Dot, Equation, dot_of, transposed_factors
 from coda_jax.fusion.rows import REDUCTIONS, results_of_dots
 from coda_jax.fusion.straight import at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.def_use import DefUse, definitions, variables
 from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr
 
 # An array, the axes of it that are summed over, and where its other axes stand among these in the array.
@@ -62,9 +63,10 @@ class _Orders:
         self._numbers: dict[int, tuple[Any, jax.Array]] = {}  # by the arrays that are one number everywhere
         self._transposes: dict[int, _View] = {}  # the function's own, which are no views
         self._others: dict[tuple[int, Sequence[int]], tuple[jax.Array, jax.Array]] = {}  # arrays, transposed
-        self._read = {x for equation in jaxpr.eqns for x in variables(equation.invars)}
-        results, absorbed = results_of_dots(jaxpr)
-        self._absorbed = {x for i in absorbed for x in jaxpr.eqns[i].outvars}
+        def_use = DefUse(jaxpr)
+        self._read = def_use.uses.keys()
+        results, absorbed = results_of_dots(def_use)
+        self._absorbed = definitions(jaxpr.eqns[i] for i in absorbed)
         self._read_swapped: set[Any] = set()  # the products of which such a transpose is a part
         self._needed: set[Any] = set()  # those of them without which the product is none of matrices
         made_of_products: set[Any] = set()

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
+from coda_jax.jaxprs.def_use import variables
 
 CLIPPED = frozenset({"CLIP", "PROMISE_IN_BOUNDS"})  # modes of a gather; of the latter JAX defines no result outside
 

@@ -19,7 +19,7 @@ from coda_jax.fusion.attention.in_loops import with_attention_in_loops
 from coda_jax.fusion.attention.masks_inside import with_masks_inside
 from coda_jax.fusion.attention.rule import Attentions, with_attention
 from coda_jax.fusion.centred import with_centred_sums
-from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative, variables
+from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, dots_in, is_derivative
 from coda_jax.fusion.kept_bytes import kept_by_graph, kept_by_jax, surely_kept_by_jax
 from coda_jax.fusion.lift import Lifted, lifted
 from coda_jax.fusion.loss import LEAST_VOCABULARY, with_losses
@@ -38,6 +38,7 @@ from coda_jax.graph.calls import data_of, is_key, key_impl_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.graph.values import reachable
+from coda_jax.jaxprs.def_use import free_variables, variables
 from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
@@ -333,9 +334,7 @@ class _Segments:
     def _segment(
         self, group: Sequence[Equation], later: Sequence[Any], name: str, pieces: Pieces
     ) -> tuple[Function, list[Any], list[Any]]:
-        made = {x for equation in group for x in equation.outvars}
-        read_later = set(variables(later))
-        inputs = [x for x in dict.fromkeys(x for e in group for x in variables(e.invars)) if x not in made]
+        read_later, inputs = set(variables(later)), free_variables(group)
         results = [x for equation in group for x in equation.outvars if x in read_later]
 
         def segment(*arrays: Any) -> list[Any]:

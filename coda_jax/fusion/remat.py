@@ -18,10 +18,11 @@ from typing import Any
 from jax.ad_checkpoint import Recompute
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import REDUCTIONS, SHAPES
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
+from coda_jax.jaxprs.def_use import definitions, variables
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
 
 _SAME = PVARY | {"convert_element_type", "copy", "name", "reshape", "squeeze", "transpose"}
@@ -106,8 +107,8 @@ class Remat:
     def borders(self, jaxpr: core.Jaxpr) -> set[Any]:
         """The variables that are kept and made of what is not: all others that are kept may be made of these."""
         known, kept = self.without_products(jaxpr), self.kept(jaxpr)
-        makers = {x: equation for equation in jaxpr.eqns for x in equation.outvars if x in kept}
-        return {x for x, equation in makers.items() if not all(y in known for y in variables(equation.invars))}
+        made_of_others = [e for e in jaxpr.eqns if not all(x in known for x in variables(e.invars))]
+        return kept.keys() & definitions(made_of_others)
 
     def _results(self, equation: Equation, flags: Sequence[bool]) -> list[Any]:
         """The answers about the results of an equation with jaxprs of its own; None where a product is run again."""

@@ -23,13 +23,14 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import SHAPES
 from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.calls import opened
+from coda_jax.jaxprs.def_use import DefUse, variables
 from coda_jax.jaxprs.evaluate import read, run
 from coda_jax.jaxprs.walk import num_carried, num_constants
 
@@ -102,16 +103,11 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
 
 def pairs_in(jaxpr: core.Jaxpr) -> Iterator[Pair]:
     """The loops of a straight jaxpr with their backward loops, each in one pair."""
-    readers: dict[Any, list[Equation]] = collections.defaultdict(list)
-    for equation in jaxpr.eqns:
-        for x in dict.fromkeys(variables(equation.invars)):
-            readers[x].append(equation)
-    results = set(variables(jaxpr.outvars))
+    def_use = DefUse(jaxpr)
     scans: list[Equation] = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     used: set[int] = set()  # of a loop's derivatives of higher order each is in one pair
     for forward in scans:
-        stacked = forward.outvars[num_carried(forward) :]
-        reader = {x: readers[x][0] for x in stacked if len(readers[x]) == 1 and x not in results}
+        reader = {x: def_use.only_reader(x) for x in forward.outvars[num_carried(forward) :]}
         for backward in scans:
             own = [x for x, equation in reader.items() if equation is backward]
             if not own or not _are_steps_in_turn(forward, backward) or {id(forward), id(backward)} & used:

@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 
-from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative, variables
+from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative
 from coda_jax.fusion.ends import end_of, kind_of_end
 from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.row_losses import Region, RowLoss
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.def_use import variables
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import has_narrow_range
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
-from coda_jax.fusion.dots import Dot, Equation, dots_in, variables
+from coda_jax.fusion.dots import Dot, Equation, dots_in
 from coda_jax.fusion.logits import Logits, logits_of, result_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.merged import Merged
@@ -29,6 +29,7 @@ from coda_jax.fusion.token_chunks import Product, TokenChunks, cotangents_read
 from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float, is_seen
+from coda_jax.jaxprs.def_use import definitions, free_variables, variables
 from coda_jax.operators.head.arguments import CHUNK_BYTES
 from coda_jax.operators.head.chunks import chunk_size
 from coda_jax.primitives.mesh_types import explicit_cuts
@@ -195,7 +196,7 @@ class Region:
         self._sums = sums and self._tokens_are_many()
         (self._start,) = (x for x in logits.arrays if not any(y in logits.arrays for y in _sources(makers, x)))
         self._tokens, self._count = math.prod(logits.rows), len(logits.rows)
-        self._rows = Rows(makers.jaxpr, {self._start: self._count})
+        self._rows = Rows(makers, {self._start: self._count})
 
     def loss(self) -> RowLoss | str:
         """The loss; why it is none."""
@@ -203,14 +204,13 @@ class Region:
         if reason:
             return reason
         equations = self._equations()
-        every, made = set(map(id, equations)), {self._start, *(x for e in equations for x in e.outvars)}
+        every, made = set(map(id, equations)), {self._start, *definitions(equations)}
         numbers = self._read_outside(every, made)
         reason = self._reason_of(equations, made, numbers)
         if reason:
             return reason
         equations = self._with_makers(equations, made)
-        made |= {x for e in equations for x in e.outvars}
-        beside = dict.fromkeys(x for e in equations for x in variables(e.invars) if x not in made)
+        beside = [x for x in free_variables(equations) if x is not self._start]
         of_rows, others = ([x for x in beside if bool(self._rows.of(x)) == flag] for flag in (True, False))
         if any(is_table(x, self._logits.rows) for x in others) or not all(is_seen(x.aval.dtype) for x in beside):
             return "an array beside them differs along some axes of the tokens alone"
@@ -286,7 +286,7 @@ class Region:
     def _read_outside(self, every: Collection[int], made: Collection[Any]) -> list[Any]:
         """The variables among those made that others read."""
         others = (x for e in self._makers.equations if id(e) not in every for x in variables(e.invars))
-        read = {x for x in (*others, *variables(self._makers.jaxpr.outvars)) if x in made}
+        read = {x for x in (*others, *self._makers.results) if x in made}
         return [x for e in self._makers.equations for x in e.outvars if x in read]
 
     def _is_number(self, x: Any) -> bool:

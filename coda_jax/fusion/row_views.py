@@ -14,13 +14,14 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.values import same_shape
-from coda_jax.fusion.dots import Equation, is_derivative, variables
+from coda_jax.fusion.dots import Equation, is_derivative
 from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 from coda_jax.primitives.mesh_types import explicit_cuts
 

@@ -15,12 +15,13 @@ from typing import Any
 from jax.extend import core
 
 from coda_jax.fusion.custom import Rule, has_elementwise_derivative, inlined, may_be_opened, opened_rule
-from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors, variables
+from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors
 from coda_jax.fusion.picks import is_along_last
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.graph.values import is_seen
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.def_use import DefUse, variables
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 MARKS = CONSTRAINTS | {"name"}  # they say something of an array, and give it back
@@ -62,25 +63,24 @@ class Rows:
       rules: of custom_vjp_calls by the equation's id; None where they do more than treat rows.
 
     Args:
-      jaxpr: a straight one.
+      def_use: of a straight jaxpr.
       given: counts of some of its variables, where it becomes no graph.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr, given: Mapping[Any, int] | None = None):
+    def __init__(self, def_use: DefUse, given: Mapping[Any, int] | None = None):
+        equations = def_use.equations
         self.counts: dict[Any, int] = dict(given or {})
         self._alone = _ALONE if given is None else _ALONE | {"gather"}  # of no graph
         self.rules: dict[int, RowRule | None] = {}
         self._elementwise: dict[int, bool] = {}  # functions with a derivative of their own
-        self.results, self.absorbed = results_of_dots(jaxpr)
-        found = {
-            i: dot_of(jaxpr.eqns[i], is_swapped=x is not jaxpr.eqns[i].outvars[0]) for i, x in self.results.items()
-        }
+        self.results, self.absorbed = results_of_dots(def_use)
+        found = {i: dot_of(equations[i], is_swapped=x is not equations[i].outvars[0]) for i, x in self.results.items()}
         self.dots = {i: x for i, x in found.items() if isinstance(x, Dot)}
         self.reasons = {i: x for i, x in found.items() if isinstance(x, str)}
         size = -1
         while len(self.counts) > size:  # each round goes once forward and once backward
             size = len(self.counts)
-            for i, equation in [*enumerate(jaxpr.eqns), *reversed(list(enumerate(jaxpr.eqns)))]:
+            for i, equation in [*enumerate(equations), *reversed(list(enumerate(equations)))]:
                 if i in self.dots:
                     self._follow_product(self.dots[i], self.results[i])
                 elif i not in self.absorbed:
@@ -209,7 +209,7 @@ def _counted(
     jaxpr = closed.jaxpr
     given = [x for x, flag in zip(jaxpr.invars, flags, strict=True) if flag]
     given += variables(itertools.compress(jaxpr.outvars, of_results))
-    found = Rows(jaxpr, dict.fromkeys(given, count))
+    found = Rows(DefUse(jaxpr), dict.fromkeys(given, count))
     if closed.consts or not all(found.treats_rows(e, count) for e in jaxpr.eqns):
         return None
     counts.update(found.counts)
@@ -222,21 +222,16 @@ def is_table(x: Any, rows: Sequence[Any]) -> bool:
     return len(shape) >= len(rows) and not begins(shape, rows) and any(size != 1 for size in shape[: len(rows)])
 
 
-def results_of_dots(jaxpr: core.Jaxpr) -> tuple[dict[int, Any], set[int]]:
+def results_of_dots(def_use: DefUse) -> tuple[dict[int, Any], set[int]]:
     """The result of each dot_general, by number, and the numbers of the transposes that are part of one."""
-    readers: dict[Any, list[int]] = {}
-    for i, equation in enumerate(jaxpr.eqns):
-        for x in variables(equation.invars):
-            readers.setdefault(x, []).append(i)
-    returned, results, absorbed = set(map(id, jaxpr.outvars)), {}, set()
-    for i, equation in dots_in(jaxpr).items():
+    results, absorbed = {}, set()
+    for i, equation in dots_in(def_use.jaxpr).items():
         (results[i],) = equation.outvars
-        users = readers.get(results[i], [])
-        if len(users) == 1 and id(results[i]) not in returned and jaxpr.eqns[users[0]].primitive.name == "transpose":
-            reader = jaxpr.eqns[users[0]]
-            if swaps_factors(reader, equation) and isinstance(dot_of(equation, is_swapped=True), Dot):
-                (results[i],) = reader.outvars
-                absorbed.add(users[0])
+        reader = def_use.only_reader(results[i])
+        is_part = reader is not None and reader.primitive.name == "transpose" and swaps_factors(reader, equation)
+        if is_part and isinstance(dot_of(equation, is_swapped=True), Dot):
+            (results[i],) = reader.outvars
+            absorbed.add(def_use.number(reader))
     return results, absorbed
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import VIEWS, Makers
+from coda_jax.jaxprs.def_use import variables
 
 _Degree = tuple[str, int]
 _FIXED: _Degree = ("shift", 0)

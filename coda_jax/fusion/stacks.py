@@ -17,7 +17,6 @@ written in the end.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -29,11 +28,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.straight import STACKED, applied, at_line
 from coda_jax.graph.calls import is_key, traced_backward, traced_linear
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.calls import callee, opened
+from coda_jax.jaxprs.def_use import DefUse
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.jaxprs.walk import equations, num_carried, num_constants
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary
@@ -173,12 +173,12 @@ class _Linear:
     @classmethod
     def of(cls, plain: core.ClosedJaxpr, flags: tuple[bool, ...]) -> _Linear:
         closed, tree, keys = traced_linear(plain, flags)
-        makers = {x: e for e in closed.jaxpr.eqns if e.primitive.name == "transpose" for x in e.outvars}
+        def_use = DefUse(closed.jaxpr)
         results, kept, axes = list(closed.jaxpr.outvars[: len(plain.out_avals)]), [], list[int | None]()
         for x in closed.jaxpr.outvars[len(results) :]:
-            maker = None if isinstance(x, core.Literal) else makers.get(x)
+            maker = def_use.maker(x)
             axis = None if maker is None else _axis_moved_in_front(maker)
-            kept.append(x if axis is None or maker is None else maker.invars[0])
+            kept.append(x if axis is None else maker.invars[0])
             axes.append(axis)
         forward = core.ClosedJaxpr(closed.jaxpr.replace(outvars=[*results, *kept]), closed.consts)
         return cls(plain, flags, forward, axes, tree, keys)
@@ -256,16 +256,9 @@ def _evaluated(
 
 def _moves(jaxpr: core.Jaxpr) -> dict[int, _Moves]:
     """The loops that do without transposes around them, by number."""
-    every: Sequence[Equation] = jaxpr.eqns
-    readers: dict[Any, list[Equation]] = collections.defaultdict(list)
-    for equation in every:
-        for x in dict.fromkeys(variables(equation.invars)):
-            readers[x].append(equation)
-    results = set(variables(jaxpr.outvars))
-    alone = {x: found for x, found in readers.items() if x not in results}
-    makers = {x: e for e in every if e.primitive.name == "transpose" for x in e.outvars if x in alone}
-    each = ((i, e) for i, e in enumerate(every) if _is_loop(e))
-    found = {i: _Moves(_read_moved(e, makers, alone), _written_moved(e, alone)) for i, e in each}
+    def_use = DefUse(jaxpr)
+    each = ((i, e) for i, e in enumerate(def_use.equations) if _is_loop(e))
+    found = {i: _Moves(_read_moved(e, def_use), _written_moved(e, def_use)) for i, e in each}
     return {i: moves for i, moves in found.items() if moves.read or moves.written}
 
 
@@ -273,34 +266,26 @@ def _is_loop(equation: Equation) -> bool:
     return equation.primitive.name == "scan" and not equation.effects
 
 
-def _read_moved(
-    equation: Equation, makers: Mapping[Any, Equation], readers: Mapping[Any, Sequence[Equation]]
-) -> dict[int, tuple[Any, int]]:
-    """`_Moves.read` of a loop.
-
-    Args:
-      equation: the loop.
-      makers: the transposes, by their results.
-      readers: of what is no result of all equations.
-    """
+def _read_moved(equation: Equation, def_use: DefUse) -> dict[int, tuple[Any, int]]:
+    """`_Moves.read` of a loop."""
     found = {}
     for i in _stacked_arguments(equation):
         x = equation.invars[i]
-        maker = None if isinstance(x, core.Literal) else makers.get(x)
-        axis = None if maker is None else _axis_moved_in_front(maker)
-        if maker is not None and axis is not None and all(_scans(one, x) for one in readers[x]):
+        maker = def_use.maker(x)
+        axis = None if maker is None or x in def_use.results else _axis_moved_in_front(maker)
+        if axis is not None and all(_scans(one, x) for one in def_use.readers(x)):
             found[i] = maker.invars[0], axis
     return found
 
 
-def _written_moved(equation: Equation, readers: Mapping[Any, Sequence[Equation]]) -> dict[int, tuple[Any, int]]:
-    """`_Moves.written` of a loop; readers: of what is no result of all equations."""
+def _written_moved(equation: Equation, def_use: DefUse) -> dict[int, tuple[Any, int]]:
+    """`_Moves.written` of a loop."""
     found = {}
     for i in range(num_carried(equation), len(equation.outvars)):
-        behind = readers.get(equation.outvars[i], ())
-        axis = _axis_moved_behind(behind[0]) if len(behind) == 1 else None
+        behind = def_use.only_reader(equation.outvars[i])
+        axis = None if behind is None else _axis_moved_behind(behind)
         if axis is not None:
-            found[i] = behind[0].outvars[0], axis
+            found[i] = behind.outvars[0], axis
     return found
 
 
@@ -314,7 +299,9 @@ def _scans(equation: Equation, x: Any) -> bool:
 
 
 def _axis_moved_in_front(equation: Equation) -> int | None:
-    """The axis that a transpose moves in front of all others, if a step's slice of its argument lies well."""
+    """The axis that a transpose, if it is one, moves in front of all, if a step's slice of its argument lies well."""
+    if equation.primitive.name != "transpose":
+        return None
     order = list(equation.params["permutation"])
     is_one = order[1:] == sorted(order[1:])
     return order[0] if is_one and _lies_well(equation.invars[0].aval, order[0]) else None

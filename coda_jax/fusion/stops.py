@@ -13,11 +13,12 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, is_derivative, variables
+from coda_jax.fusion.dots import Equation, is_derivative
 from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers, is_view
 from coda_jax.fusion.straight import applied
 from coda_jax.graph.on_mesh import ELEMENTWISE, bind_on_mesh
+from coda_jax.jaxprs.def_use import free_variables, variables
 from coda_jax.jaxprs.evaluate import read, run
 
 
@@ -69,9 +70,8 @@ class TokenSum(TokenFunction):
     @property
     def arguments(self) -> list[Any]:
         """The variables that are read beside each token's numbers."""
-        made = {x for equation in self.combined for x in equation.outvars} | {x for x, _ in self.sums}
-        beside = (x for equation in self.combined for x in variables(equation.invars))
-        return [*self.others, *(x for x in beside if x not in made)]
+        summed = {x for x, _ in self.sums}
+        return [*self.others, *(x for x in free_variables(self.combined) if x not in summed)]
 
     def weights(self, values: dict[Any, Any]) -> list[jax.Array]:
         """The coefficients that the result has of each sum, () float32 each."""
@@ -101,7 +101,6 @@ def token_sum(makers: Makers, seeds: Sequence[Any]) -> TokenSum | None:
     """The one sum of what is made of each token's numbers, or the one result of several; None if another reads it."""
     size, region, equations = seeds[0].aval.size, set(seeds), list[Equation]()
     behind, needed = makers.behind(seeds), makers.needed(seeds)
-    results = set(variables(makers.jaxpr.outvars))
     others: dict[Any, None] = {}
     sums: list[Equation] = []
     for equation in makers.equations:
@@ -117,7 +116,7 @@ def token_sum(makers: Makers, seeds: Sequence[Any]) -> TokenSum | None:
         region.add(equation.outvars[0])
         equations.append(equation)
         others |= dict.fromkeys(beside)
-    if not sums or not region.isdisjoint(results):
+    if not sums or not region.isdisjoint(makers.results):
         return None
     pairs = [(e.outvars[0], e.invars[0]) for e in sums]
     if len(sums) == 1:
@@ -146,7 +145,6 @@ def token_function(makers: Makers, seeds: Sequence[Any]) -> TokenFunction | None
 def _combination(makers: Makers, sums: Sequence[Any], behind: set[Any]) -> tuple[Any, list[Equation]] | None:
     """The first number that is linear in all sums and alone reads them, and the equations that make it."""
     made: dict[Any, tuple[set[Any], list[Equation]]] = {x: ({x}, []) for x in sums}  # of which sums, by which equations
-    results = set(variables(makers.jaxpr.outvars))
     for equation in makers.equations:
         own = [x for x in variables(equation.invars) if x in made]
         beside = [x for x in variables(equation.invars) if x not in made]
@@ -156,7 +154,7 @@ def _combination(makers: Makers, sums: Sequence[Any], behind: set[Any]) -> tuple
         every = {id(e): e for x in own for e in made[x][1]} | {id(equation): equation}
         made[out] = set().union(*(made[x][0] for x in own)), list(every.values())
         inside = {x for e in every.values() for x in variables(e.invars) if x in made}
-        is_alone = all(id(e) in every for x in inside for e in makers.readers(x)) and inside.isdisjoint(results)
+        is_alone = all(id(e) in every for x in inside for e in makers.readers(x)) and inside.isdisjoint(makers.results)
         if made[out][0] == set(sums) and is_alone:
             return out, sorted(made[out][1], key=makers.number)
     return None

@@ -26,11 +26,12 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
-from coda_jax.fusion.dots import Equation, is_derivative, variables
+from coda_jax.fusion.dots import Equation, is_derivative
 from coda_jax.fusion.rows import MARKS, REDUCTIONS, SHAPES, Rows, sums_rows
 from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
 from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.values import is_float, is_seen
+from coda_jax.jaxprs.def_use import DefUse, free_variables, variables
 
 CASTS = frozenset({"convert_element_type", "copy"}) | PVARY
 _COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
@@ -65,11 +66,13 @@ class Units:
 
     def __init__(self, jaxpr: core.Jaxpr, *, is_exact: bool, kept: Collection[Any] = ()):
         self.jaxpr, self._is_exact, self._kept = jaxpr, is_exact, kept
-        self.rows = Rows(jaxpr)
+        def_use = DefUse(jaxpr)
+        self.rows = Rows(def_use)
         self.dtype = self._products_dtype()
-        self.makers = {x: i for i, equation in enumerate(jaxpr.eqns) for x in equation.outvars}
+        self.makers = def_use.defs
         self.kinds = list(map(self._kind, range(len(jaxpr.eqns))))
-        self.readers = self._readers()
+        ends = {x: [*def_use.uses.get(x, ()), -1] for x in def_use.results}
+        self.readers = defaultdict(list, def_use.uses | ends)
         self._move_constraints_to_calls()
         self._move_masks_to_calls()
         self._move_passes_to_calls()
@@ -125,16 +128,6 @@ class Units:
         if not (is_float(before) and is_float(after) and is_seen(before) and is_seen(after)):
             return False
         return not (is_of_8_bits(before) or is_of_8_bits(after) or (self._is_exact and narrows(equation)))
-
-    def _readers(self) -> dict[Any, list[int]]:
-        """The equations that read a variable, by number; -1 for the results of all."""
-        readers: dict[Any, list[int]] = defaultdict(list)
-        for i, equation in enumerate(self.jaxpr.eqns):
-            for x in dict.fromkeys(variables(equation.invars)):
-                readers[x].append(i)
-        for x in dict.fromkeys(variables(self.jaxpr.outvars)):
-            readers[x].append(-1)
-        return readers
 
     def _move_constraints_to_calls(self) -> None:
         """Leaves to the calls a constraint of what they give, and one that asks otherwise than an earlier one.
@@ -366,9 +359,7 @@ class Units:
             made = dict.fromkeys(x for equation in equations for x in equation.outvars)  # in the equations' order
             results = [x for x in made if any(j not in numbers for j in self.readers[x])]
             equations = self._with_made_again(numbers)
-            made |= dict.fromkeys(x for equation in equations for x in equation.outvars)
-            inputs = list(dict.fromkeys(x for e in equations for x in variables(e.invars) if x not in made))
-            units.append(Unit(numbers[0], "call", equations, results, inputs))
+            units.append(Unit(numbers[0], "call", equations, results, free_variables(equations)))
         return self._sorted(units)
 
     def _with_made_again(self, numbers: Sequence[int]) -> list[Equation]:

@@ -10,13 +10,14 @@ from jax.extend import core
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
-from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative, variables
+from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative
 from coda_jax.fusion.logits import logits_of, made_of, result_of
 from coda_jax.fusion.loss import LEAST_VOCABULARY, seen_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.row_losses import row_losses
 from coda_jax.fusion.straight import line_of
+from coda_jax.jaxprs.def_use import variables
 
 _OF_A_LOG_SUM_EXP = frozenset({"sub", "exp", "reduce_max", "reduce_sum", "stop_gradient"})
 

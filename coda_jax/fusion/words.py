@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.straight import is_stacked
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 
 _GELU = 0.044715, math.sqrt(2 / math.pi)  # in the form with tanh

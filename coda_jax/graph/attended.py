@@ -29,6 +29,7 @@ from coda_jax.graph.calls import Call, Result, called_by
 from coda_jax.graph.saved import as_equation, evaluated_again, is_literal, keeps
 from coda_jax.graph.values import Map, Turned, Value
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.def_use import DefUse
 from coda_jax.jaxprs.evaluate import bound, evaluate
 
 _VIEWS = frozenset({"reshape", "name", "sharding_constraint"})  # of y, that keep its values and its order
@@ -67,12 +68,9 @@ def _once(call: Call, key: Any, make: Callable[[], Any]) -> Any:
 def _attention_of(closed: core.ClosedJaxpr, y: Result) -> _Attention | None:
     """The attention that one of a jaxpr's results is a view of."""
     jaxpr = closed.jaxpr
-    made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-    out: Any = jaxpr.outvars[y.index]
-    equation: Any = None if is_literal(out) else made_by.get(out)
-    while equation is not None and equation.primitive.name in _VIEWS:
+    def_use, out = DefUse(jaxpr), jaxpr.outvars[y.index]
+    while (equation := def_use.maker(out)) is not None and equation.primitive.name in _VIEWS:
         out = equation.invars[0]
-        equation = None if is_literal(out) else made_by.get(out)
     if equation is None or out is not equation.outvars[0] or len(out.aval.shape) != 4:
         return None
     batch, rows, heads, width = out.aval.shape

@@ -17,10 +17,11 @@ from jax.extend import core
 from coda_jax.fusion.attention.call import Call
 from coda_jax.fusion.attention.linear import identity
 from coda_jax.fusion.attention.trees import constant
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.straight import applied, straight
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.def_use import definitions, free_variables, variables
 from coda_jax.jaxprs.evaluate import read
 
 _SAID_ELSEWHERE = frozenset({"sharding", "out_sharding", "weak_type"})  # parameters that types of variables say too
@@ -107,8 +108,7 @@ def gradients_of(call: Call, equations: Equations) -> Gradients | None:
     own = _equations_of(call, equations.makers)
     if len(own) > _MOST_EQUATIONS:
         return None
-    made = {x for equation in own for x in equation.outvars}
-    arguments = [x for x in dict.fromkeys(x for e in own for x in variables(e.invars)) if x not in made]
+    arguments = free_variables(own)
     derivative = _derivative(call.site.result, own, arguments)
     every: list[Any] = derivative.invars
     cotangent, *inputs = every
@@ -124,7 +124,7 @@ def gradients_of(call: Call, equations: Equations) -> Gradients | None:
         wanted = zip(filter(_is_differentiated, arguments), derivative.outvars[1:], strict=True)
         found = {x: known[y] for x, y in wanted if x in call.arguments and among(y, known)}
         products = [equation for equation in matched if equation.primitive.name == "dot_general"]
-        if products and found and candidate not in made:
+        if products and found and candidate not in definitions(own):
             return Gradients(call, candidate, found, products)
     return None
 

@@ -14,12 +14,13 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.residuals import pairs_in
 from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, straight
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
+from coda_jax.jaxprs.def_use import free_variables, variables
 from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
 
@@ -47,9 +48,7 @@ class _Made:
     @property
     def leaves(self) -> list[Any]:
         """The variables that it is made of."""
-        made = {x for equation in self.equations for x in equation.outvars}
-        read_ = (x for equation in self.equations for x in variables(equation.invars))
-        return [x for x in dict.fromkeys(read_) if x not in made]
+        return free_variables(self.equations)
 
 
 def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -36,11 +36,12 @@ from coda_jax.fusion.attention.axes import (
     whole,
 )
 from coda_jax.fusion.attention.trees import LOCAL, SAME, Node, beside, constant
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import line_of
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.values import is_float
+from coda_jax.jaxprs.def_use import variables
 
 _numbers = itertools.count()
 

@@ -16,9 +16,10 @@ from coda_jax.fusion.attention.call import Call, call_of
 from coda_jax.fusion.attention.gradient import Equations, Gradients, gradients_of
 from coda_jax.fusion.attention.meanings import Search, Site
 from coda_jax.fusion.attention.trees import Trees
-from coda_jax.fusion.dots import Equation, dots_in, variables
+from coda_jax.fusion.dots import Equation, dots_in
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, at_line, line_of, straight
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import read
 
 
@@ -177,9 +178,7 @@ class _Sites:
 
 def _behind_views(site: Site, makers: Makers) -> Site:
     """The site with what transposes and reshapes make of its result, if nothing else reads it in front of them."""
-    results = set(variables(makers.jaxpr.outvars))
-    while len(readers := makers.readers(site.result)) == 1 and site.result not in results:
-        (reader,) = readers
+    while (reader := makers.only_reader(site.result)) is not None:
         if reader.primitive.name not in ("transpose", "reshape"):
             break
         try:

@@ -17,11 +17,12 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.attention.axes import VIEWS, Atom, Label, Labels, Unlike, atoms_of, labels_of, moved_back, whole
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.jaxprs.bind import bind
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import read
 
 SAME = PVARY | {"copy", "name", "sharding_constraint", "optimization_barrier"}  # the identity, to a value
