@@ -18,13 +18,12 @@ from coda_jax.fusion.custom import CUSTOM_VJPS, tangents_jaxpr
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import MARKS, OF_ELEMENTS, RowRule, sums_rows
 from coda_jax.graph.on_mesh import PVARY
+from coda_jax.graph.row_axes import RowAxes, with_rows
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import evaluate
-
-_REDUCE: Mapping[str, Callable[..., jax.Array]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,35 +59,19 @@ class Merged:
             return self._by_its_rule(equation, inputs, rows)
         if not count:
             return bind(equation.primitive, inputs, params)
-        out = equation.outvars[0].aval
-        if name == "iota":
-            return [lax.broadcasted_iota(params["dtype"], (1, *out.shape[count:]), params["dimension"] - count + 1)]
-        x = inputs[0]
-        if name == "broadcast_in_dim":
-            return [self._broadcast(equation, x, count)]
-        if name == "concatenate":
-            rows = max(one.shape[0] for one in inputs)
-            alike = [jnp.broadcast_to(one, (rows, *one.shape[1:])) for one in inputs]
-            return [lax.concatenate(alike, params["dimension"] - count + 1)]
-        if name in ("reshape", "squeeze"):
-            return [lax.reshape(x, (x.shape[0], *out.shape[count:]))]
-        if name == "transpose":
-            return [lax.transpose(x, (0, *(axis - count + 1 for axis in params["permutation"][count:])))]
         if name == "gather":
-            return [_taken(x, inputs[1], params, out.shape[count:])]
-        if name in _REDUCE:
-            axes = sorted({max(axis - count + 1, 0) for axis in params["axes"]})
-            return [_REDUCE[name](x, axis=tuple(axes))]
-        if name == "slice":
-            starts, limits = params["start_indices"][count:], params["limit_indices"][count:]
-            strides = params["strides"][count:] if params["strides"] else (1,) * len(starts)
-            return [lax.slice(x, (0, *starts), (x.shape[0], *limits), (1, *strides))]
-        if name == "split":
-            return list(lax.split(x, params["sizes"], axis=params["axis"] - count + 1))
-        if name == "pad":
-            value = jnp.asarray(inputs[1], x.dtype)
-            return [lax.pad(x, value, [(0, 0, 0), *params["padding_config"][count:]])]
-        raise NotImplementedError(name)
+            return [_taken(inputs[0], inputs[1], params, equation.outvars[0].aval.shape[count:])]
+        if sums_rows(equation, self.counts):
+            return [jnp.sum(inputs[0], axis=0)]
+        if name == "broadcast_in_dim" and not any(self.counts.get(x) for x in variables(equation.invars)):
+            return [_broadcast_alike(inputs[0], params, count)]
+        size = max((x.shape[0] for x in inputs if x.ndim), default=1)  # 1 where the rows of all are the same
+        arrays = [x if x.ndim == 0 or x.shape[0] == size else jnp.broadcast_to(x, (size, *x.shape[1:])) for x in inputs]
+        params = with_rows(name, params, RowAxes(count, (size,)))
+        assert params is not None, f"{name} moves rows"
+        if name == "reduce_sum":  # of 16 bits in float32
+            return [jnp.sum(arrays[0], axis=params["axes"])]
+        return bind(equation.primitive, arrays, params)
 
     def read(self, x: Any) -> Any:
         """A literal's value, in the dtype that its variable would have here."""
@@ -143,15 +126,6 @@ class Merged:
         scalars = {"select_n": (0,), "clamp": (0, 2)}.get(name, ())  # what may be a number beside arrays
         alike = [x if i in scalars and not x.ndim else jnp.broadcast_to(x, shape) for i, x in enumerate(inputs)]
         return bind(equation.primitive, alike, params)
-
-    def _broadcast(self, equation: Equation, x: jax.Array, count: int) -> jax.Array:
-        rest, dimensions = equation.outvars[0].aval.shape[count:], equation.params["broadcast_dimensions"]
-        if any(self.counts.get(x) for x in variables(equation.invars)):
-            axes = [0, *(axis - count + 1 for axis in dimensions[count:])]
-            return lax.broadcast_in_dim(x, (x.shape[0], *rest), axes)
-        kept = [i for i, axis in enumerate(dimensions) if axis >= count]
-        x = x.reshape([x.shape[i] for i in kept])
-        return lax.broadcast_in_dim(x, (1, *rest), [dimensions[i] - count + 1 for i in kept])
 
     def _custom(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[jax.Array]:
         """A function with a derivative of its own, which is evaluated on arrays with one axis of rows too."""
@@ -230,6 +204,14 @@ class Merged:
             return self._elementwise(equation, arrays)
 
         return lambda *arrays: evaluate(closed.jaxpr, closed.consts, arrays, apply, CALLS | CUSTOM_DERIVATIVES)
+
+
+def _broadcast_alike(x: jax.Array, params: Mapping[str, Any], count: int) -> jax.Array:
+    """An array without rows, broadcast to one row."""
+    dimensions = params["broadcast_dimensions"]
+    kept = [i for i, axis in enumerate(dimensions) if axis >= count]
+    x = x.reshape([x.shape[i] for i in kept])
+    return lax.broadcast_in_dim(x, (1, *params["shape"][count:]), [dimensions[i] - count + 1 for i in kept])
 
 
 def _taken(x: jax.Array, indices: jax.Array, params: Mapping[str, Any], shape: Sequence[Any]) -> jax.Array:

@@ -15,9 +15,10 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Dot, Equation, dot_of, transposed_factors
-from coda_jax.fusion.rows import REDUCTIONS, results_of_dots
+from coda_jax.fusion.rows import results_of_dots
 from coda_jax.fusion.straight import at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.graph.row_axes import REDUCTIONS
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.def_use import DefUse, definitions, variables
 from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr

@@ -19,18 +19,17 @@ from jax.ad_checkpoint import Recompute
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.rows import REDUCTIONS, SHAPES
+from coda_jax.fusion.rows import SHAPES
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
+from coda_jax.graph.row_axes import KEEPS_ROWS
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
 from coda_jax.jaxprs.def_use import definitions, variables
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
 
 _SAME = PVARY | {"convert_element_type", "copy", "name", "reshape", "squeeze", "transpose"}
-_MOVES = frozenset(
-    {"concatenate", "pad", "iota", "gather", "dynamic_slice", "rev", "sort", "cumsum", "argmax", "argmin"}
-)
+_MOVES = frozenset({"gather", "dynamic_slice", "rev", "sort", "cumsum"})
 _RANDOM = frozenset({"random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed"})
-_CHEAP = _SAME | ELEMENTWISE | SHAPES | REDUCTIONS | _MOVES | _RANDOM
+_CHEAP = _SAME | ELEMENTWISE | SHAPES | KEEPS_ROWS.keys() | _MOVES | _RANDOM
 ARGUMENT = "argument"  # in the place of an answer: of what is computed of arguments alone
 
 

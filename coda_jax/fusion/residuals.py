@@ -29,12 +29,13 @@ from coda_jax.fusion.straight import applied, at_line, straight
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE
+from coda_jax.graph.row_axes import JOINS
 from coda_jax.jaxprs.calls import opened
 from coda_jax.jaxprs.def_use import DefUse, variables
 from coda_jax.jaxprs.evaluate import read, run
 from coda_jax.jaxprs.walk import num_carried, num_constants
 
-_COMPUTED_AGAIN = (ELEMENTWISE | SHAPES | {"concatenate", "pad", "iota"}) - CONSTRAINTS
+_COMPUTED_AGAIN = (ELEMENTWISE | SHAPES | JOINS.keys()) - CONSTRAINTS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

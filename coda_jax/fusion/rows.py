@@ -19,16 +19,16 @@ from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_f
 from coda_jax.fusion.picks import is_along_last
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
+from coda_jax.graph.row_axes import KEEPS_ROWS, VIEWS, RowAxes, with_rows
 from coda_jax.graph.values import is_seen
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import DefUse, variables
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 MARKS = CONSTRAINTS | {"name"}  # they say something of an array, and give it back
-SHAPES = MARKS | {"broadcast_in_dim", "reshape", "squeeze", "slice", "split", "transpose", "copy"}
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+SHAPES = MARKS | VIEWS.keys() | {"copy"}
 OF_ELEMENTS = ELEMENTWISE | PVARY | MARKS
-_ALONE = OF_ELEMENTS | SHAPES | REDUCTIONS | CUSTOM_DERIVATIVES | {"concatenate", "pad", "iota"}
+_ALONE = OF_ELEMENTS | KEEPS_ROWS.keys() | CUSTOM_DERIVATIVES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +141,11 @@ class Rows:
         if name == "gather":
             batched = len(params["dimension_numbers"].operand_batching_dims)
             return is_along_last(equation) and batched == count == equation.invars[0].aval.ndim - 1
-        if name == "iota":
-            return bool(params["dimension"] >= count)
-        if name == "broadcast_in_dim":
-            return _broadcasts_alone(shapes[0], params["broadcast_dimensions"], rows)
+        if name == "broadcast_in_dim" and _is_alike(shapes[0], params["broadcast_dimensions"], count):
+            return True
         if not all(begins(shape, rows) for shape in (shapes[:1] if name == "pad" else shapes)):
             return False
-        return _moves_no_row(name, params, count)
+        return with_rows(name, params, RowAxes(count, rows)) is not None
 
     def _has_alone_derivative(self, equation: Equation, rows: tuple[Any, ...]) -> bool:
         """True for a function with a derivative of its own, if both treat each row alone."""
@@ -263,30 +261,6 @@ def _is_beside(shape: Sequence[Any], rows: Sequence[int]) -> bool:
     return not shape or all(size in (1, own) for size, own in zip(shape[: len(rows)], rows, strict=True))
 
 
-def _broadcasts_alone(shape: Sequence[Any], dimensions: Sequence[int], rows: Sequence[int]) -> bool:
-    """True if the argument has the rows in their places, or is the same for all of them."""
-    count = len(rows)
-    if tuple(dimensions[:count]) == (*range(count),) and begins(shape, rows):
-        return True
+def _is_alike(shape: Sequence[Any], dimensions: Sequence[int], count: int) -> bool:
+    """True if what is broadcast is the same for all rows."""
     return all(axis >= count or size == 1 for axis, size in zip(dimensions, shape, strict=True))
-
-
-def _moves_no_row(name: str, params: Mapping[str, Any], count: int) -> bool:
-    """True if an operation on an array that begins with the rows leaves them in their places."""
-    front = tuple(range(count))
-    if name == "transpose":
-        return tuple(params["permutation"][:count]) == front
-    if name in REDUCTIONS:
-        return min(params["axes"], default=0) >= count
-    if name == "squeeze":
-        return min(params["dimensions"], default=count) >= count
-    if name == "slice":
-        strides = params["strides"] or (1,) * len(params["start_indices"])
-        return not any(params["start_indices"][:count]) and all(stride == 1 for stride in strides[:count])
-    if name == "split":
-        return bool(params["axis"] >= count)
-    if name == "concatenate":
-        return bool(params["dimension"] >= count)
-    if name == "pad":
-        return not any(any(one) for one in params["padding_config"][:count])
-    return True

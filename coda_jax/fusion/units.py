@@ -27,9 +27,10 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation, is_derivative
-from coda_jax.fusion.rows import MARKS, REDUCTIONS, SHAPES, Rows, sums_rows
+from coda_jax.fusion.rows import MARKS, SHAPES, Rows, sums_rows
 from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
 from coda_jax.graph.on_mesh import PVARY
+from coda_jax.graph.row_axes import REDUCTIONS
 from coda_jax.graph.values import is_float, is_seen
 from coda_jax.jaxprs.def_use import DefUse, free_variables, variables
 

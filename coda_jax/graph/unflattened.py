@@ -20,11 +20,8 @@ from jax.extend import core
 
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.on_mesh import ELEMENTWISE, reshaped_as
+from coda_jax.graph.row_axes import KEEPS_ROWS, REDUCTIONS, RowAxes, with_rows
 from coda_jax.jaxprs.bind import Bind
-
-_REDUCTIONS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
-)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["rows", "halves"])
@@ -84,14 +81,14 @@ def _unflattened(
         like = _Axes(rows, next((x.array.shape[-2:] for x in unflattened_inputs if x.halves), None))
         results = bound([like.of(x) for x in inputs])
         return [Unflattened(x, rows, has_halves) for x in results]
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS:
         return _reduced(equation, unflattened_inputs[0], bound)
-    if has_halves or name not in _BY_AXIS:
+    if has_halves or name not in KEEPS_ROWS:
         return None
     keeps_rows = (
         bool(shape) and same_size(shape[0], size) and all(same_size(x.shape[0], size) for x in unflattened_inputs)
     )
-    params = _BY_AXIS[name](equation.params, _Shift(rows)) if keeps_rows else None
+    params = with_rows(name, equation.params, RowAxes(1, rows)) if keeps_rows else None
     if params is None:
         return None
     like = _Axes(rows, None)
@@ -136,66 +133,3 @@ def _reduced(equation: core.JaxprEqn, x: Unflattened, bound: Callable[..., list[
     if 0 in axes:
         return [y.reshape(-1) if x.halves and y.ndim else y for y in results]
     return [Unflattened(y, x.rows) for y in results]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shift:
-    """The positions of the axes of matrices, when M is several axes."""
-
-    rows: tuple[Any, ...]
-
-    @property
-    def added(self) -> int:
-        return len(self.rows) - 1
-
-    def axis(self, axis: int) -> int | None:
-        return axis + self.added if axis else None
-
-    def sizes(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        return (*self.rows, *shape[1:])
-
-
-def _broadcast(params: dict[str, Any], to: _Shift) -> dict[str, Any] | None:
-    dimensions = params["broadcast_dimensions"]
-    if not dimensions or dimensions[0] != 0:
-        return None
-    kept = (*range(to.added + 1), *(d + to.added for d in dimensions[1:]))
-    return {"shape": to.sizes(params["shape"]), "broadcast_dimensions": kept}
-
-
-def _reshape(params: dict[str, Any], to: _Shift) -> dict[str, Any] | None:
-    return {"new_sizes": to.sizes(params["new_sizes"])} if params["dimensions"] is None else None
-
-
-def _along(name: str) -> Callable[[dict[str, Any], _Shift], dict[str, Any] | None]:
-    def rule(params: dict[str, Any], to: _Shift) -> dict[str, Any] | None:
-        axis = to.axis(params[name])
-        return None if axis is None else {name: axis}
-
-    return rule
-
-
-def _slice(params: dict[str, Any], to: _Shift) -> dict[str, Any] | None:
-    starts, ends, strides = params["start_indices"], params["limit_indices"], params["strides"]
-    has_all_rows = starts[0] == 0 and same_size(ends[0], math.prod(to.rows))
-    if not has_all_rows or (strides and strides[0] != 1):
-        return None
-    return {
-        "start_indices": (*(0 for _ in to.rows), *starts[1:]),
-        "limit_indices": to.sizes(ends),
-        "strides": None if strides is None else (*(1 for _ in to.rows), *strides[1:]),
-    }
-
-
-def _squeeze(params: dict[str, Any], to: _Shift) -> dict[str, Any] | None:
-    return {"dimensions": tuple(d + to.added for d in params["dimensions"])} if 0 not in params["dimensions"] else None
-
-
-_BY_AXIS: dict[str, Callable[[dict[str, Any], _Shift], dict[str, Any] | None]] = {
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _along("dimension"),
-    "reshape": _reshape,
-    "slice": _slice,
-    "split": _along("axis"),
-    "squeeze": _squeeze,
-}
