@@ -111,6 +111,7 @@ VIEWS: dict[str, _Rule] = {
     "slice": _slice,
     "split": _along("axis"),
     "squeeze": _along("dimensions"),
+    "tile": _each("reps", 1),
     "transpose": _transpose,
 }
 # The result has the elements of several arguments, or of none.
