@@ -1,10 +1,13 @@
-"""Jaxprs as graphs: which equation makes a variable, and which equations read it."""
+"""Jaxprs: which equation makes a variable, which equations read it; and the walk that opens calls."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.def_use import DefUse, definitions, free_variables
+from coda_jax.jaxprs.evaluate import evaluate
+from coda_jax.jaxprs.inline import Inliner
 
 
 def function(x, y):
@@ -61,3 +64,26 @@ def test_slices(def_use):
     assert def_use.needed([b]) == {id(equation) for equation in (sine, total, shifted, cosine)}  # without the square
     assert def_use.is_needed(a, [b]) and not def_use.is_needed(b, total.outvars)
     assert def_use.in_front_of({"add"}, {"mul"}) == {b, a, def_use.jaxpr.invars[1], def_use.jaxpr.invars[0]}
+
+
+def test_an_inliner_opens_what_it_enters():
+    """The context of an equation is the calls around it, from the outermost; a literal is a value of the walk's own."""
+    closed = jax.make_jaxpr(jax.jit(lambda x: jax.jit(jnp.sin)(x) + jax.checkpoint(lambda y: y * 2.0)(x)))(1.0)
+    seen = []
+
+    def apply(equation, inputs, calls):
+        seen.append((equation.primitive.name, *calls))
+        return [f"{equation.primitive.name}({', '.join(inputs)})"]
+
+    def enter(equation, calls):
+        name = equation.params.get("name")
+        return None if name is None else (*opened(callee(equation)), (*calls, name))
+
+    inliner = Inliner(apply, enter, lambda literal: f"<{float(literal.val)}>")
+    (found,) = inliner.results(closed.jaxpr, closed.consts, ["x"], ())
+    outer = closed.jaxpr.eqns[0].params["name"]
+    assert seen[0] == ("sin", outer, "sin") and [one[1:] for one in seen[1:]] == [(outer,)] * 2
+    assert found == f"add(sin(x), {seen[1][0]}(x))"
+    assert evaluate(closed.jaxpr, closed.consts, ["x"], lambda e, inputs: apply(e, map(str, inputs), ())) == [
+        "add(sin(x), mul(x, 2.0))"
+    ]

@@ -16,6 +16,7 @@ from coda_jax.epilogue.dtypes import is_rounded
 from coda_jax.epilogue.rounding import round_to
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.inline import Body, Inliner
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +121,7 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
     differentiated.
     """
     flat = Flat(len(jaxpr.in_avals), list(jaxpr.in_avals))
+    opens = CALLS | CUSTOM_DERIVATIVES if inline_custom_derivatives else CALLS
 
     def constant(array: Any) -> int:
         index = captured.index(array)
@@ -127,36 +129,28 @@ def flatten(jaxpr: Any, captured: Constants, *, inline_custom_derivatives: bool)
             flat.constants[index] = flat.new(jax.typeof(array))
         return flat.constants[index]
 
-    def inline(jaxpr: Any, arguments: Sequence[Atom], call: Any = None) -> list[Atom]:
-        body, consts = opened(jaxpr)
-        names: dict[Any, Atom] = dict(zip(body.constvars, map(constant, consts), strict=True))
-        names.update(zip(body.invars, arguments, strict=True))
+    def literal(atom: jex_core.Literal) -> Atom:
+        value = np.asarray(atom.val, jax.typeof(atom.val).dtype)
+        return constant(atom.val) if value.ndim else Literal(value)
 
-        def read(atom: Any) -> Atom:
-            if not isinstance(atom, jex_core.Literal):
-                return names[atom]
-            value = np.asarray(atom.val, jax.typeof(atom.val).dtype)
-            return constant(atom.val) if value.ndim else Literal(value)
+    def body(jaxpr: Any, call: Any) -> tuple[jex_core.Jaxpr, Sequence[int], Any]:
+        inner, consts = opened(jaxpr)
+        return inner, list(map(constant, consts)), call
 
-        for eqn in body.eqns:
-            inputs = tuple(map(read, eqn.invars))
-            name = eqn.primitive.name
-            # The body of a jitted function is traced once and may have the line of another caller. The line of the
-            # outermost call is right.
-            source = eqn if call is None else call
-            if name in CALLS or (inline_custom_derivatives and name in CUSTOM_DERIVATIVES):
-                outputs: list[Atom] = inline(_inlined(eqn), inputs, source)
-            else:
-                variables = [flat.new(v.aval) for v in eqn.outvars]
-                outputs = list(variables)
-                called = "" if call is None else str(call.params.get("name", call.primitive.name))
-                flat.equations.append(
-                    Equation(eqn.primitive, eqn.params, inputs, tuple(variables), source.source_info, called)
-                )
-            names.update(zip(eqn.outvars, outputs, strict=True))
-        return list(map(read, body.outvars))
+    # The body of a jitted function is traced once and may have the line of another caller. The line of the outermost
+    # call is right.
+    def enter(eqn: Any, call: Any) -> Body:
+        return body(_inlined(eqn), eqn if call is None else call) if eqn.primitive.name in opens else None
 
-    flat.outputs = tuple(inline(jaxpr, range(flat.num_inputs)))
+    def apply(eqn: Any, inputs: list[Atom], call: Any) -> Sequence[int]:
+        variables = tuple(flat.new(v.aval) for v in eqn.outvars)
+        source = (eqn if call is None else call).source_info
+        called = "" if call is None else str(call.params.get("name", call.primitive.name))
+        flat.equations.append(Equation(eqn.primitive, eqn.params, tuple(inputs), variables, source, called))
+        return variables
+
+    outermost, constants, _ = body(jaxpr, None)
+    flat.outputs = tuple(Inliner(apply, enter, literal).results(outermost, constants, range(flat.num_inputs)))
     drop_unused(flat)
     return flat
 

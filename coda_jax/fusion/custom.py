@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.graph.values import is_float, is_seen
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
-from coda_jax.jaxprs.evaluate import bound, evaluate
+from coda_jax.jaxprs.evaluate import inlined
 
 CUSTOM_VJPS = CUSTOM_DERIVATIVES - {"custom_jvp_call"}
 
@@ -116,11 +116,6 @@ def _is_itself(inner: Equation, forward: core.Jaxpr, equation: Equation) -> bool
         list(inner.invars) == list(forward.invars) and list(inner.outvars) == forward.outvars[: len(inner.outvars)]
     )
     return is_alike and str(callee(inner)) == str(callee(equation))
-
-
-def inlined(closed: core.ClosedJaxpr, opens: Collection[str] = CALLS | CUSTOM_DERIVATIVES) -> core.ClosedJaxpr:
-    """The jaxpr with calls of these names inlined."""
-    return jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, bound, opens))(*closed.in_avals)
 
 
 def tangents_jaxpr(equation: Equation) -> core.ClosedJaxpr:

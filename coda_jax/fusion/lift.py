@@ -364,9 +364,7 @@ class Lift:
             seen = [array != 0 if flag else array for array, flag in zip(arrays, masks, strict=True)]
             each = zip(inputs, seen, tables, strict=True)
             known = {x: merged.seen(x, array, rows, table) for x, array, table in each}
-            for equation in equations:
-                read = [merged.read(x) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
-                known.update(zip(equation.outvars, merged.results(equation, read, rows), strict=True))
+            merged.walk.run(equations, known, rows)
             return merged.as_value(result, known[result], rows, shape)
 
         function.__name__ = words_of_map(equations, self._is_whole_tile, self._drawn)

@@ -24,6 +24,7 @@ from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import evaluate
+from coda_jax.jaxprs.inline import Inliner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Merged:
         if name == "gather":
             return [_taken(inputs[0], inputs[1], params, equation.outvars[0].aval.shape[count:])]
         if sums_rows(equation, self.counts):
-            return [jnp.sum(inputs[0], axis=0)]
+            return [jnp.sum(self._with_rows(equation.invars[0], inputs[0], rows), axis=0)]
         if name == "broadcast_in_dim" and not any(self.counts.get(x) for x in variables(equation.invars)):
             return [_broadcast_alike(inputs[0], params, count)]
         size = max((x.shape[0] for x in inputs if x.ndim), default=1)  # 1 where the rows of all are the same
@@ -72,6 +73,11 @@ class Merged:
         if name == "reduce_sum":  # of 16 bits in float32
             return [jnp.sum(arrays[0], axis=params["axes"])]
         return bind(equation.primitive, arrays, params)
+
+    @property
+    def walk(self) -> Inliner:
+        """The walk over equations whose context is the number of rows."""
+        return Inliner(self.results, lambda equation, rows: None, self.read)
 
     def read(self, x: Any) -> Any:
         """A literal's value, in the dtype that its variable would have here."""
@@ -179,17 +185,8 @@ class Merged:
 
     def _evaluated(self, closed: core.ClosedJaxpr, arrays: Sequence[jax.Array], *, rows: Any) -> list[jax.Array]:
         """The results of a function that treats rows alone, and of one that sums over all of them."""
-        values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, arrays, strict=True))
-
-        def read(x: Any) -> Any:
-            return self.read(x) if isinstance(x, core.Literal) else values[x]
-
-        for equation in closed.jaxpr.eqns:
-            inputs = [read(x) for x in equation.invars]
-            if sums_rows(equation, self.counts):
-                inputs = [self._with_rows(equation.invars[0], inputs[0], rows)]
-            values.update(zip(equation.outvars, self.results(equation, inputs, rows), strict=True))
-        return [self._with_rows(x, read(x), rows) for x in closed.jaxpr.outvars]
+        found = self.walk.results(closed.jaxpr, (), arrays, rows)
+        return [self._with_rows(x, array, rows) for x, array in zip(closed.jaxpr.outvars, found, strict=True)]
 
     def _elementwise_function(self, closed: core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
         """A function of elementwise operations for arrays of another shape than it was traced for."""

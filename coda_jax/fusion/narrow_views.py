@@ -16,7 +16,7 @@ from jax.extend import core
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
-from coda_jax.fusion.straight import applied, at_line
+from coda_jax.fusion.straight import applied, at_line, results_with
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
 
@@ -72,14 +72,10 @@ class _Casts:
 
     def results(self, closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         """The results of the jaxpr at these arrays."""
-        jaxpr = closed.jaxpr
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True))
-        for equation in jaxpr.eqns:
-            values.update(zip(equation.outvars, at_line(equation, self._made, equation, values), strict=True))
-        return [read(values, x) for x in jaxpr.outvars]
+        return results_with(closed, arrays, lambda equation, values: at_line(equation, self._made, equation, values))
 
-    def _made(self, equation: Equation, values: dict[Any, Any]) -> Sequence[Any]:
-        """The results of an equation."""
+    def _made(self, equation: Equation, values: dict[Any, Any]) -> Sequence[Any] | None:
+        """The results of an equation; None where it stays."""
         inputs: list[Any] = [read(values, x) for x in equation.invars]
         out: Any = next(iter(equation.outvars), None)
         if _is_cast(equation, of_source=True):
@@ -93,7 +89,7 @@ class _Casts:
             others = [y.astype(narrow.dtype) for y in map(jax.numpy.asarray, inputs[1:])]
             (self._narrow[out],) = bind(equation.primitive, [narrow, *others], equation.params)
             return [self._narrow[out].astype(FLOAT32)]
-        return applied(equation, inputs)
+        return None
 
 
 def _is_cast(equation: Equation, *, of_source: bool) -> bool:

@@ -25,7 +25,7 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import SHAPES
-from coda_jax.fusion.straight import applied, at_line, straight
+from coda_jax.fusion.straight import applied, at_line, results_with, straight
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE
@@ -83,23 +83,20 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
     forward = {id(one.pair.forward): one for one in found}
     backward = {id(one.pair.backward): one for one in found}
 
-    def function(*arrays: Any) -> list[Any]:
-        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
-        stacks: dict[int, Sequence[Any]] = {}
-        for equation in closed.jaxpr.eqns:
-            inputs = [x.val if isinstance(x, core.Literal) else values.get(x) for x in equation.invars]
-            if id(equation) in forward:
-                outputs, stacks[id(equation)] = at_line(equation, _forward, forward[id(equation)], inputs)
-            elif id(equation) in backward:
-                loops = backward[id(equation)]
-                of = [read(values, x) for x in loops.pair.forward.invars]
-                outputs = at_line(equation, _backward, loops, inputs, of, stacks[id(loops.pair.forward)])
-            else:
-                outputs = applied(equation, inputs)
-            values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(values, x) for x in closed.jaxpr.outvars]
+    stacks: dict[int, Sequence[Any]] = {}
 
-    return jax.make_jaxpr(function)(*arrays)
+    def looped(equation: Equation, values: dict[Any, Any]) -> list[Any] | None:
+        inputs, own = [read(values, x) for x in equation.invars], id(equation)
+        outputs: list[Any] | None = None
+        if own in forward:
+            outputs, stacks[own] = at_line(equation, _forward, forward[own], inputs)
+        elif own in backward:
+            pair = backward[own].pair
+            of = [read(values, x) for x in pair.forward.invars]
+            outputs = at_line(equation, _backward, backward[own], inputs, of, stacks[id(pair.forward)])
+        return outputs
+
+    return jax.make_jaxpr(lambda *given: results_with(closed, given, looped))(*arrays)
 
 
 def pairs_in(jaxpr: core.Jaxpr) -> Iterator[Pair]:

@@ -23,7 +23,7 @@ from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_along_last, one_hot
-from coda_jax.fusion.straight import applied, at_line
+from coda_jax.fusion.straight import at_line, results_with
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
@@ -197,15 +197,12 @@ class _Rewritten:
 
     def results(self, closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         """The results of the jaxpr at these arrays."""
-        jaxpr = closed.jaxpr
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True))
-        for equation in jaxpr.eqns:
-            if equation.outvars and equation.outvars[0] in self.products:
-                outputs = at_line(equation, self._made, equation, self.products[equation.outvars[0]], values)
-            else:
-                outputs = applied(equation, [read(values, x) for x in equation.invars])
-            values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(values, x) for x in jaxpr.outvars]
+
+        def made(equation: Equation, values: dict[Any, Any]) -> list[jax.Array] | None:
+            product = self.products.get(next(iter(equation.outvars), None))
+            return None if product is None else at_line(equation, self._made, equation, product, values)
+
+        return results_with(closed, arrays, made)
 
     def _made(self, equation: Equation, product: _Product, values: dict[Any, Any]) -> list[jax.Array]:
         """The result of a sum or a pick."""

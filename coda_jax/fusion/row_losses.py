@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from coda_jax.epilogue.dtypes import has_narrow_range
 from coda_jax.epilogue.values import same_size
@@ -136,9 +135,7 @@ class RowLoss:
         rows, merged = z.shape[0], dataclasses.replace(self.merged, has_derivatives=has_derivatives)
         known = {self.start: z} | dict(zip(self.of_rows, of_rows, strict=True))
         known |= dict(zip(self.others, others, strict=True))
-        for equation in self.equations:
-            read = [merged.read(x) if isinstance(x, core.Literal) else known[x] for x in equation.invars]
-            known.update(zip(equation.outvars, merged.results(equation, read, rows), strict=True))
+        merged.walk.run(self.equations, known, rows)
         found = (jnp.broadcast_to(known[x], (rows, *known[x].shape[1:])) for x in self.numbers)
         return [x.reshape(rows) if same_size(x.size, rows) else x.reshape(z.shape) for x in found]
 

@@ -18,7 +18,7 @@ from coda_jax.fusion.dots import Equation, is_derivative
 from coda_jax.fusion.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.picks import is_over_last
-from coda_jax.fusion.straight import applied, at_line
+from coda_jax.fusion.straight import at_line, results_with
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.def_use import variables
@@ -59,15 +59,12 @@ class _Views:
 
     def results(self, closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         """The results of the jaxpr at these arrays."""
-        jaxpr = closed.jaxpr
-        self._values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True))
-        for equation in jaxpr.eqns:
-            if not self.moved.isdisjoint(equation.outvars):
-                outputs: Sequence[Any] = [self._viewed(equation.outvars[0], ())]
-            else:
-                outputs = applied(equation, [read(self._values, x) for x in equation.invars])
-            self._values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(self._values, x) for x in jaxpr.outvars]
+
+        def viewed(equation: Equation, values: dict[Any, Any]) -> list[Any] | None:
+            self._values = values
+            return None if self.moved.isdisjoint(equation.outvars) else [self._viewed(equation.outvars[0], ())]
+
+        return results_with(closed, arrays, viewed)
 
     def _viewed(self, x: Any, views: tuple[Equation, ...]) -> Any:
         """Rows of a variable: what one view after the other makes of it."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core
 
-from coda_jax.fusion.custom import Rule, has_elementwise_derivative, inlined, may_be_opened, opened_rule
+from coda_jax.fusion.custom import Rule, has_elementwise_derivative, may_be_opened, opened_rule
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors
 from coda_jax.fusion.picks import is_along_last
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
@@ -23,6 +23,7 @@ from coda_jax.graph.row_axes import KEEPS_ROWS, VIEWS, RowAxes, with_rows
 from coda_jax.graph.values import is_seen
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import DefUse, variables
+from coda_jax.jaxprs.evaluate import inlined
 from coda_jax.primitives.mesh_types import explicit_cuts
 
 MARKS = CONSTRAINTS | {"name"}  # they say something of an array, and give it back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -16,6 +16,7 @@ from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read, without_constants
+from coda_jax.jaxprs.inline import Body, Inliner
 from coda_jax.jaxprs.source_lines import line_of as source_line_of
 
 CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"jit", "pjit"})
@@ -52,7 +53,18 @@ def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any], *, opens_inner: boo
       opens_inner: whether calls of fused functions are inlined too.
     """
     opening = _Opening(opens_inner)
-    return needed_jaxpr(lambda *given: opening.results(jaxpr.jaxpr, jaxpr.consts, given), arrays)
+    inliner = Inliner(opening.applied, opening.entered)
+    return needed_jaxpr(lambda *given: inliner.results(jaxpr.jaxpr, jaxpr.consts, given, _Around()), arrays)
+
+
+class _Around(NamedTuple):
+    """The calls around an equation: the one whose line it has, and the name stacks of calls of fused functions."""
+
+    call: Equation | None = None
+    scope: tuple[Any, ...] = ()
+
+    def source(self, equation: Equation) -> Equation:
+        return equation if self.call is None else self.call
 
 
 class _Opening:
@@ -63,41 +75,30 @@ class _Opening:
         self._known: dict[Any, Any] = {}  # results of equations that are made once, with what they read
         self._transposes: dict[int, Any] = {}  # what they are of, their axes, and they themselves, by their ids
 
-    def results(
-        self,
-        jaxpr: core.Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        call: Equation | None = None,
-        scope: Sequence[Any] = (),
-    ) -> list[Any]:
-        """The results of a jaxpr; call: the one that it is of; scope: the name stacks of calls of fused functions."""
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        for equation in jaxpr.eqns:
-            inputs = [read(values, v) for v in equation.invars]
-            source = equation if call is None else call
-            if self._opens_inner and is_inner(equation):
-                around = (*scope, source.source_info.name_stack)
-                outputs: Sequence[Any] = self.results(*opened(callee(equation)), inputs, None, around)
-            elif is_opened(equation):
-                outputs = self.results(*opened(callee(equation)), inputs, source, scope)
-            elif equation.primitive.name in _IN_OTHERS:
-                function = functools.partial(_IN_OTHERS[equation.primitive.name], **equation.params)
-                outputs = at_line(source, function, *inputs, scope=scope)
-            elif (same := self._same(equation, inputs)) is not None:
-                outputs = [same]
-            elif equation.primitive.name in _SHARED:
-                key = equation.primitive.name, str(equation.params), tuple(map(id, inputs))
-                if key not in self._known:
-                    made = at_line(source, bind, equation.primitive, inputs, equation.params, scope=scope)
-                    self._known[key] = made, inputs
-                outputs, _ = self._known[key]
-            else:
-                outputs = at_line(source, bind, equation.primitive, inputs, equation.params, scope=scope)
-                if equation.primitive.name == "transpose":
-                    self._transposes[id(outputs[0])] = inputs[0], equation.params["permutation"], outputs
-            values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(values, v) for v in jaxpr.outvars]
+    def entered(self, equation: Equation, around: _Around) -> Body:
+        """The body of a call that is inlined."""
+        source = around.source(equation)
+        if self._opens_inner and is_inner(equation):
+            return *opened(callee(equation)), _Around(None, (*around.scope, source.source_info.name_stack))
+        return (*opened(callee(equation)), around._replace(call=source)) if is_opened(equation) else None
+
+    def applied(self, equation: Equation, inputs: list[Any], around: _Around) -> Sequence[Any]:
+        """The results of an equation that stays."""
+        name, at = equation.primitive.name, functools.partial(at_line, around.source(equation), scope=around.scope)
+        if name in _IN_OTHERS:
+            others: Sequence[Any] = at(functools.partial(_IN_OTHERS[name], **equation.params), *inputs)
+            return others
+        if (same := self._same(equation, inputs)) is not None:
+            return [same]
+        key = (name, str(equation.params), tuple(map(id, inputs))) if name in _SHARED else None
+        if key in self._known:
+            return self._known[key][0]
+        outputs: Sequence[Any] = at(bind, equation.primitive, inputs, equation.params)
+        if key is not None:
+            self._known[key] = outputs, inputs
+        if name == "transpose":
+            self._transposes[id(outputs[0])] = inputs[0], equation.params["permutation"], outputs
+        return outputs
 
     def _same(self, equation: Equation, inputs: Sequence[Any]) -> Any:
         """The array that an equation's result is, made before: that of a copy, or of a transpose of its transpose."""
@@ -123,6 +124,25 @@ def applied(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation, at its line."""
     results: Sequence[Any] = at_line(equation, bind, equation.primitive, inputs, equation.params)
     return results
+
+
+def results_with(
+    closed: core.ClosedJaxpr, arrays: Sequence[Any], own: Callable[[Equation, dict[Any, Any]], Sequence[Any] | None]
+) -> list[Any]:
+    """The results of a straight jaxpr at these arrays.
+
+    Args:
+      closed: the jaxpr.
+      arrays: its arguments.
+      own: an equation and the values of the variables before it -> its results; None for one that stays.
+    """
+    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
+    for equation in closed.jaxpr.eqns:
+        outputs = own(equation, values)
+        if outputs is None:
+            outputs = applied(equation, [read(values, x) for x in equation.invars])
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(values, x) for x in closed.jaxpr.outvars]
 
 
 def is_opened(equation: Equation) -> bool:

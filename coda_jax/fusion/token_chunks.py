@@ -19,18 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from coda_jax.epilogue import logsumexp
 from coda_jax.epilogue.dtypes import FLOAT32
-from coda_jax.fusion.custom import CUSTOM_VJPS, inlined
+from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.rows import SHAPES
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
-from coda_jax.jaxprs.evaluate import bound, read, run
+from coda_jax.jaxprs.evaluate import bound, inlined, read, run, without_dead_code
 from coda_jax.operators.multiply import accumulate, multiply
 
 Lists = tuple[list[jax.Array], list[jax.Array]]  # of arrays with the tokens in front, and of others
@@ -222,8 +221,8 @@ class TokenChunks:
 
         columns = w.shape[0] if self.product.transpose_w else w.shape[1]
         z_type = jax.ShapeDtypeStruct((x.shape[0], columns), self.product.dtype_of_logits)
-        closed = inlined(jax.make_jaxpr(flat)(z_type, *leaves), _OPENED)
-        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+        closed = without_dead_code(inlined(jax.make_jaxpr(flat)(z_type, *leaves), _OPENED))
+        jaxpr = closed.jaxpr
         sums, scale = _sums_of_rows(jaxpr)
         z, rows = self.product(x, w, set(sums.values()), scale)
         if "exp" in rows:
@@ -357,8 +356,7 @@ def cotangents_read(chunks: TokenChunks, types: Sequence[Any]) -> list[bool] | N
     def derivative(cotangents: list[jax.Array], *arrays: Any) -> Any:
         return _vjp_of_floats(chunks.numbers, *arrays)[1](cotangents)
 
-    closed = inlined(jax.make_jaxpr(derivative)(results, *types))
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    jaxpr = without_dead_code(inlined(jax.make_jaxpr(derivative)(results, *types))).jaxpr
     makers, count = Makers(jaxpr), len(results)
     linear = makers.behind(jaxpr.invars[:count])
     if not all(_is_linear(makers, e, linear) for e in makers.equations if not linear.isdisjoint(e.outvars)):

@@ -34,13 +34,15 @@ class RowAxes:
         """The place of an axis that is none of rows."""
         return axis - self.count + len(self.sizes)
 
+    def axes(self, axes: Sequence[int]) -> tuple[int, ...] | None:
+        """The places of axes that begin with those of rows; None for others."""
+        if tuple(axes[: self.count]) != tuple(range(self.count)):
+            return None
+        return (*range(len(self.sizes)), *map(self.axis, axes[self.count :]))
+
     def shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of an array that begins with the rows."""
         return (*self.sizes, *shape[self.count :])
-
-    def beside(self, of_rows: Any, each: Sequence[Any]) -> tuple[Any, ...]:
-        """One parameter for each axis, which all axes of rows share."""
-        return (*(of_rows for _ in self.sizes), *each[self.count :])
 
 
 _Rule = Callable[[_Params, RowAxes], dict[str, Any] | None]  # the parameters that change; None where rows move
@@ -62,19 +64,15 @@ def _each(name: str, of_rows: Any) -> _Rule:
     """An operation with a parameter for each axis, which is this for one that the operation leaves as it is."""
 
     def rule(params: _Params, to: RowAxes) -> dict[str, Any] | None:
-        each = params[name]
-        is_kept = all(one == of_rows for one in each[: to.count])
-        return {name: to.beside(of_rows, each)} if is_kept else None
+        is_kept = all(one == of_rows for one in params[name][: to.count])
+        return {name: (*(of_rows for _ in to.sizes), *params[name][to.count :])} if is_kept else None
 
     return rule
 
 
 def _broadcast(params: _Params, to: RowAxes) -> dict[str, Any] | None:
-    dimensions, front = tuple(params["broadcast_dimensions"]), tuple(range(to.count))
-    if dimensions[: to.count] != front:
-        return None
-    kept = (*range(len(to.sizes)), *map(to.axis, dimensions[to.count :]))
-    return {"shape": to.shape(params["shape"]), "broadcast_dimensions": kept}
+    axes = to.axes(params["broadcast_dimensions"])
+    return None if axes is None else {"shape": to.shape(params["shape"]), "broadcast_dimensions": axes}
 
 
 def _iota(params: _Params, to: RowAxes) -> dict[str, Any] | None:
@@ -87,21 +85,16 @@ def _reshape(params: _Params, to: RowAxes) -> dict[str, Any] | None:
 
 
 def _slice(params: _Params, to: RowAxes) -> dict[str, Any] | None:
-    starts, strides = params["start_indices"], params["strides"]
-    if any(starts[: to.count]) or (strides and any(stride != 1 for stride in strides[: to.count])):
+    starts = _each("start_indices", 0)(params, to)
+    strides = _each("strides", 1)(params, to) if params["strides"] else {}
+    if starts is None or strides is None:
         return None
-    return {
-        "start_indices": to.beside(0, starts),
-        "limit_indices": to.shape(params["limit_indices"]),
-        "strides": to.beside(1, strides) if strides else None,
-    }
+    return {**starts, **strides, "limit_indices": to.shape(params["limit_indices"])}
 
 
 def _transpose(params: _Params, to: RowAxes) -> dict[str, Any] | None:
-    order = tuple(params["permutation"])
-    if order[: to.count] != tuple(range(to.count)):
-        return None
-    return {"permutation": (*range(len(to.sizes)), *map(to.axis, order[to.count :]))}
+    axes = to.axes(params["permutation"])
+    return None if axes is None else {"permutation": axes}
 
 
 # The result has the elements of the argument alone.

@@ -1,1 +1,1 @@
-"""Tools for jaxprs: walking and evaluating them, graphs of their operations, and hoisting out of loops."""
+"""Tools for jaxprs: walking, inlining and evaluating them, their definitions and uses, graphs of them, hoisting."""

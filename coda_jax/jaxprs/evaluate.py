@@ -11,6 +11,7 @@ from jax.interpreters import partial_eval
 
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.inline import Body, Inliner
 
 Apply = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]  # an equation and its inputs -> its results
 
@@ -23,20 +24,19 @@ def evaluate(
     opens: Collection[str] = CALLS,
 ) -> list[Any]:
     """The results of a jaxpr, whose equations are applied in order; calls named in `opens` are inlined."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    run(jaxpr.eqns, values, apply, opens)
-    return [read(values, v) for v in jaxpr.outvars]
+    return _evaluation(apply, opens).results(jaxpr, consts, args)
 
 
 def run(equations: Sequence[core.JaxprEqn], values: dict[Any, Any], apply: Apply, opens: Collection[str]) -> None:
     """Adds the results of equations to the values of variables."""
-    for equation in equations:
-        inputs = [read(values, v) for v in equation.invars]
-        if equation.primitive.name in opens:
-            outputs: Sequence[Any] = evaluate(*opened(callee(equation)), inputs, apply, opens)
-        else:
-            outputs = apply(equation, inputs)
-        values.update(zip(equation.outvars, outputs, strict=True))
+    _evaluation(apply, opens).run(equations, values)
+
+
+def _evaluation(apply: Apply, opens: Collection[str]) -> Inliner:
+    def enter(equation: core.JaxprEqn, _: Any) -> Body:
+        return (*opened(callee(equation)), None) if equation.primitive.name in opens else None
+
+    return Inliner(lambda equation, inputs, _: apply(equation, inputs), enter)
 
 
 def bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
@@ -44,23 +44,29 @@ def bound(equation: core.JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     return bind(equation.primitive, inputs, equation.params)
 
 
+def inlined(closed: core.ClosedJaxpr, opens: Collection[str] = CALLS | CUSTOM_DERIVATIVES) -> core.ClosedJaxpr:
+    """The jaxpr with calls of these names inlined."""
+    return jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, bound, opens))(*closed.in_avals)
+
+
 def opened_jaxpr(closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[bool]]:
     """The jaxpr with all calls inlined, also those with custom derivatives, and without unused inputs; and which inputs
     it reads.
     """
-    opens = CALLS | CUSTOM_DERIVATIVES
-    inlined = jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args, bound, opens))(
-        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.in_avals)
-    )
-    jaxpr, is_read = partial_eval.dce_jaxpr(inlined.jaxpr, [True] * len(inlined.out_avals))
-    return core.ClosedJaxpr(jaxpr, inlined.consts), is_read
+    found = inlined(closed)
+    jaxpr, is_read = partial_eval.dce_jaxpr(found.jaxpr, [True] * len(found.out_avals))
+    return core.ClosedJaxpr(jaxpr, found.consts), is_read
+
+
+def without_dead_code(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The jaxpr without equations whose results nobody reads; it keeps its arguments."""
+    needed, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return core.ClosedJaxpr(needed, closed.consts)
 
 
 def needed_jaxpr(function: Callable[..., Any], types: Sequence[Any]) -> core.ClosedJaxpr:
     """The jaxpr of a function at arrays of these types, without equations whose results nobody reads."""
-    made = jax.make_jaxpr(function)(*types)
-    needed, _ = partial_eval.dce_jaxpr(made.jaxpr, [True] * len(made.out_avals), instantiate=True)
-    return core.ClosedJaxpr(needed, made.consts)
+    return without_dead_code(jax.make_jaxpr(function)(*types))
 
 
 def without_constants(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

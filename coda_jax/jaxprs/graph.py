@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from coda_jax.jaxprs.inline import Body, Inliner
 from coda_jax.jaxprs.walk import executions, inner_jaxprs, num_carried, num_constants
 
 # The result is the argument, in another shape or dtype, or with a property that XLA drops.
@@ -27,6 +28,7 @@ _SAME = {
 _BESIDE = "coda_beside_attention"  # the results are the first arguments
 LOOPS = {"scan", "while", "cond"}
 _NOTHING = {"coda_reverse_mode", "create_token"}
+_NO_CALLS = _SAME | LOOPS | _NOTHING | {_BESIDE}
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,7 +106,7 @@ class Graph:
 def graphs_of(jaxpr: core.Jaxpr) -> list[Graph]:
     """The function's graph first, then those of the bodies of its loops."""
     graphs: list[Graph] = []
-    _Inliner(graphs, 1, is_body=False, is_backward=False).graph(jaxpr)
+    _Builder(graphs, 1, is_body=False, is_backward=False).graph(jaxpr)
     mark_attentions_own(graphs)
     return graphs
 
@@ -135,7 +137,7 @@ class _Context(NamedTuple):
     is_attention: bool
 
 
-class _Inliner:
+class _Builder:
     """Builds one graph, and those of the loops in it."""
 
     def __init__(self, graphs: list[Graph], times: int, *, is_body: bool, is_backward: bool):
@@ -153,24 +155,27 @@ class _Inliner:
         """
         arguments = arguments or [_array(var.aval) for var in jaxpr.invars]
         graph = self._graph
-        graph.results = self._inline(jaxpr, arguments, self._context)
+        inliner = Inliner(self._results, self._called, lambda literal: _array(literal.aval, is_constant=True))
+        graph.results = inliner.results(jaxpr, _constants(jaxpr), arguments, self._context)
         others = {array for one in graph.operations if not one.is_attention for array in one.inputs}
         others.update(graph.results[:results])
         for one in graph.operations:
             for array in one.outputs if one.is_attention else ():
                 array.is_of_attention = array not in others
 
-    def _inline(self, jaxpr: core.Jaxpr, arguments: Sequence[Array], context: _Context) -> list[Array]:
-        arrays: dict[Any, Array] = dict(zip(jaxpr.invars, arguments, strict=True))
-        arrays |= {var: _array(var.aval) for var in jaxpr.constvars}
+    def _called(self, equation: core.JaxprEqn, context: _Context) -> Body:
+        """The jaxpr of a call."""
+        if equation.primitive.name in _NO_CALLS or not executions(equation):
+            return None
+        inner = inner_jaxprs(equation)
+        if len(inner) != 1 or not _is_call(equation, inner[0]):
+            return None
+        return inner[0], _constants(inner[0]), self._inside(equation, context)
 
-        def read(atom: Any) -> Array:
-            return _array(atom.aval, is_constant=True) if isinstance(atom, core.Literal) else arrays[atom]
-
-        for equation in jaxpr.eqns:
-            results = self._results(equation, [read(atom) for atom in equation.invars], context)
-            arrays |= dict(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+    def _inside(self, equation: core.JaxprEqn, context: _Context) -> _Context:
+        """The context of what an equation is, or calls."""
+        is_backward = context.is_backward or "transpose(" in str(equation.source_info.name_stack)
+        return _Context(is_backward, context.is_attention or self._is_attention(equation))
 
     def _results(self, equation: core.JaxprEqn, inputs: list[Array], context: _Context) -> list[Array]:
         name, avals = equation.primitive.name, [var.aval for var in equation.outvars]
@@ -186,21 +191,14 @@ class _Inliner:
             return inputs[len(inputs) - len(avals) :]
         if name in _NOTHING:
             return [_array(aval, is_constant=True) for aval in avals]
-        context = _Context(
-            context.is_backward or "transpose(" in str(equation.source_info.name_stack),
-            context.is_attention or self._is_attention(equation),
-        )
-        inner = inner_jaxprs(equation)
-        if name not in LOOPS and len(inner) == 1 and _is_call(equation, inner[0]):
-            return self._inline(inner[0], inputs, context)
         outputs = [_array(aval) for aval in avals]
-        operation = Operation(name, inputs, outputs, *context, equation)
+        operation = Operation(name, inputs, outputs, *self._inside(equation, context), equation)
         for array in outputs:
             array.maker = operation
             array.is_constant = all(x.is_constant for x in inputs) and name not in LOOPS
         self._graph.operations.append(operation)
         if name in LOOPS:
-            return self._loop(operation, inner)
+            return self._loop(operation, inner_jaxprs(equation))
         return outputs
 
     def _loop(self, loop: Operation, bodies: Sequence[core.Jaxpr]) -> list[Array]:
@@ -217,7 +215,7 @@ class _Inliner:
                     if i < constants:
                         inner.is_constant, inner.outside = outer.is_constant, outer
             times = self._graph.times * executions(loop.equation)
-            body_graph = _Inliner(self._graphs, times, is_body=True, is_backward=loop.is_backward)
+            body_graph = _Builder(self._graphs, times, is_body=True, is_backward=loop.is_backward)
             body_graph.graph(body, arguments, carried)
             if scanned is not None:
                 outputs = _as_inside(outputs, body_graph._graph.results)
@@ -273,6 +271,10 @@ def _rounded_back(name: str, inputs: Sequence[Array], avals: Sequence[Any]) -> A
     before, dtypes = widened.inputs[0], (widened.inputs[0].dtype, inputs[0].dtype)
     is_same = before.dtype == avals[0].dtype and all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
     return before if is_same and dtypes[0].itemsize < dtypes[1].itemsize else None
+
+
+def _constants(jaxpr: core.Jaxpr) -> list[Array]:
+    return [_array(var.aval) for var in jaxpr.constvars]
 
 
 def _array(aval: Any, *, is_constant: bool = False) -> Array:
