@@ -21,10 +21,11 @@ from jax.extend import core
 
 from coda_jax.fusion.attention.masks_inside import may_hold_attention
 from coda_jax.fusion.attention.rule import Attentions, with_attention
-from coda_jax.fusion.dots import Equation, variables
+from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.residuals import Pair, pairs_in, scanned
-from coda_jax.fusion.straight import applied, at_line, straight
+from coda_jax.fusion.straight import applied, at_line, results_with, straight
 from coda_jax.jaxprs.calls import opened
+from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import read, run
 from coda_jax.jaxprs.walk import num_carried, num_constants
 
@@ -48,19 +49,18 @@ def with_attention_in_loops(
     forward = {id(one.pair.forward): one for one in found}
     backward = {id(one.pair.backward): one for one in found}
 
+    stacks: dict[int, Sequence[Any]] = {}
+
+    def looped(equation: Equation, values: dict[Any, Any]) -> list[Any] | None:
+        outputs: list[Any] | None = None
+        if (one := forward.get(id(equation))) is not None:
+            outputs, stacks[id(one)] = at_line(equation, one.run_forward, values)
+        elif (one := backward.get(id(equation))) is not None:
+            outputs = at_line(equation, one.run_backward, values, stacks[id(one)])
+        return outputs
+
     def function(*arrays: Any) -> list[Any]:
-        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
-        stacks: dict[int, Sequence[Any]] = {}
-        every: Sequence[Equation] = closed.jaxpr.eqns
-        for equation in every:
-            if (one := forward.get(id(equation))) is not None:
-                outputs, stacks[id(one)] = at_line(equation, one.run_forward, values)
-            elif (one := backward.get(id(equation))) is not None:
-                outputs = at_line(equation, one.run_backward, values, stacks[id(one)])
-            else:
-                outputs = applied(equation, [read(values, x) for x in equation.invars])
-            values.update(zip(equation.outvars, outputs, strict=True))
-        return [read(values, x) for x in closed.jaxpr.outvars]
+        return results_with(closed, arrays, looped)
 
     made = straight(jax.make_jaxpr(function)(*closed.in_avals), closed.in_avals, opens_inner=False)
     return made, [one for loops in found for one in loops.attentions.taken]
@@ -178,9 +178,7 @@ class _Loops:
         first = consts + carried
         of, of_consts = self.pair.forward, num_constants(self.pair.forward)
         of_first = of_consts + num_carried(of)
-        inputs = [
-            None if x not in values and not isinstance(x, core.Literal) else read(values, x) for x in equation.invars
-        ]
+        inputs = [read(values, x) for x in equation.invars]
         own = [i for i in range(first, len(inputs)) if self.arguments.backward[i] is not None]
         needed = {x for one in self.late for x in variables(one.invars)} | set(variables(jaxpr.outvars))
         invars: Sequence[Any] = jaxpr.invars
