@@ -647,14 +647,14 @@ struct Backward {
           const bool is_hidden = !Score::keeps_hidden && s[i + c] == masked_score;
           float slope = 1, score;
           if constexpr (Score::unit_slope)
-            score = Score::value(s[i + c] * p.scale, query, of_key, words.word);
+            score = value_of(p, batch, head, s[i + c] * p.scale, query, of_key, words);
           else
-            score = Score::value(s[i + c] * p.scale, query, of_key, words.word, slope);
+            score = value_of(p, batch, head, s[i + c] * p.scale, query, of_key, words, slope);
           if constexpr (Config::has_bias) score += bias_of(head, query, of_key);
           probability[c] = is_hidden ? 0.0f : ptx::exp2_unit(fmaf(score, log2_e, -l[c]));
           if constexpr (of_product > 0) {
             float slopes[Score::gradients];
-            Score::slopes(s[i + c] * p.scale, query, of_key, words.word, slopes);
+            slopes_of(p, batch, head, s[i + c] * p.scale, query, of_key, words, slopes);
             over_products([&](auto g, int at) {
               products[at][c] = probability[c] == 0 ? probability[c] : probability[c] * slopes[g.value];
             });
@@ -691,7 +691,7 @@ struct Backward {
       ScoreWords<Score> words = of_key;
       words.template load<&ScoreArray::queries, true>(p, batch, head, query, my_key + 8 * r);
       float slopes[Score::gradients];
-      Score::slopes(0, query, my_key + 8 * r, words.word, slopes);
+      slopes_of(p, batch, head, 0, query, my_key + 8 * r, words, slopes);
       sums.add(j, r, c, probability * of_p, of_p, slopes,
                [&](auto g) { return widened_half<input>(p_slope[gradients_of_product<Score>(g.value)][i / 2], c); });
     }

@@ -270,7 +270,7 @@ struct Forward {
         const int r = i / 2, row = my_row + 8 * r, key = lane_key + 8 * j + i % 2;
         ScoreWords<Score> words = of_rows[r];
         words.template load<&ScoreArray::keys, true>(p, work.batch, work.head, row, key);
-        s[4 * j + i] = Score::value(s[4 * j + i] * p.scale, row, key, words.word);
+        s[4 * j + i] = value_of(p, work.batch, work.head, s[4 * j + i] * p.scale, row, key, words);
       }
   }
   __device__ __forceinline__ void add_bias(float (&s)[registers], int tile, int my_row, const Piece& work) const {

@@ -5,7 +5,8 @@
 // product is 1; `keeps_hidden`, whether the score of a product that is far below all others is so, too; value(product,
 // row, column, operand), where operand[i] is the entry of array i; and with a further argument also the derivative. In
 // a backward kernel that makes gradients of arrays: gradient[], these, and their number `gradients`; slopes(product,
-// row, column, operand, slope), the derivatives by them.
+// row, column, operand, slope), the derivatives by them. With has_entries all of these take `ScoreEntries` behind
+// operand: arrays that are tables, of which a function reads an entry whose number it computes.
 #pragma once
 
 #include "attention_masks.cuh"
@@ -18,10 +19,11 @@ namespace coda::attention {
 /// `masked_score` is.
 constexpr float hidden_score = -0x1p96f;
 
-/// An array of a score: its dtype, and the axes along which its entries differ.
+/// An array of a score: its dtype, and the axes along which its entries differ; of a table their number.
 struct ScoreArray {
   DType dtype = DType::f32;
   bool batch = false, heads = false, queries = false, keys = false;
+  int entries = 0;
 };
 
 /// An array of a score of which the backward kernel makes the gradient; it has no axis of both queries and keys.
@@ -83,7 +85,7 @@ struct ScoreWords {
     if constexpr (Score::arrays > 0)
       static_for<Score::arrays>([&](auto i) {
         constexpr ScoreArray of = Score::array[i.value];
-        if constexpr (of.*axis == has_axis) {
+        if constexpr (of.*axis == has_axis && of.entries == 0) {
           long long at = of.batch ? batch : 0;
           if constexpr (of.heads) at = at * p.heads + head;
           if constexpr (of.queries) at = at * p.queries + min(query, p.queries - 1);
@@ -93,6 +95,44 @@ struct ScoreWords {
       });
   }
 };
+
+/// Tables of a score, for a sequence and a head.
+template <class Score, class Params>
+struct ScoreEntries {
+  const Params& p;
+  int batch, head;
+
+  /// An entry of table i; the nearest, where the index may be out of range.
+  template <int i, bool is_inside>
+  __device__ __forceinline__ Word at(int index) const {
+    constexpr ScoreArray of = Score::array[i];
+    if constexpr (!is_inside) index = min(max(index, 0), of.entries - 1);
+    int before = of.batch ? batch : 0;
+    if constexpr (of.heads) before = before * p.heads + head;
+    return load_word<of.dtype>(p.score.array[i], static_cast<long long>(before) * of.entries + index);
+  }
+};
+
+/// A score's value for a pair.
+/// Args:
+///   rest: a float for the derivative by the product, or none.
+template <class Score, class Params, class... Rest>
+__device__ __forceinline__ float value_of(const Params& p, int batch, int head, float product, int row, int column,
+                                          const ScoreWords<Score>& words, Rest&... rest) {
+  if constexpr (requires { Score::has_entries; })
+    return Score::value(product, row, column, words.word, ScoreEntries<Score, Params>{p, batch, head}, rest...);
+  else
+    return Score::value(product, row, column, words.word, rest...);
+}
+/// Its derivatives by arrays.
+template <class Score, class Params>
+__device__ __forceinline__ void slopes_of(const Params& p, int batch, int head, float product, int row, int column,
+                                          const ScoreWords<Score>& words, float (&slopes)[Score::gradients]) {
+  if constexpr (requires { Score::has_entries; })
+    Score::slopes(product, row, column, words.word, ScoreEntries<Score, Params>{p, batch, head}, slopes);
+  else
+    Score::slopes(product, row, column, words.word, slopes);
+}
 
 /// What a thread's pairs of a tile add to the gradients of a score's arrays, in the accumulator's order: query 8 j + c,
 /// and key 8 r, of the lane's first ones.

@@ -61,6 +61,35 @@ def causal(s):
     return jnp.where(row >= key, s, -jnp.inf)
 
 
+def t5_buckets(distance, bidirectional=True, buckets=32, most=128):
+    """T5's buckets of key - row, int32, as T5X computes them."""
+    found = 0
+    distance = -distance
+    if bidirectional:
+        buckets //= 2
+        found += (distance < 0).astype(np.int32) * buckets
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(distance, 0)
+    exact = buckets // 2
+    ratio = jnp.log(distance.astype(np.float32) / exact + np.finfo(np.float32).eps) / jnp.log(most / exact)
+    large = exact + (ratio * (buckets - exact)).astype(np.int32)
+    return found + jnp.where(distance < exact, distance, jnp.minimum(large, buckets - 1))
+
+
+def t5_bias(s, table, bidirectional=True):
+    """A table (32, N) as an embedding has it."""
+    distance = jnp.arange(s.shape[3])[None] - jnp.arange(s.shape[2])[:, None]
+    return s + table[t5_buckets(distance, bidirectional)].transpose(2, 0, 1)[None]
+
+
+def of_ids(s, table, ids, key_ids):
+    """A factor of a table (N, 14) for each pair of ids 0 .. 3, out of range for two of the last, where it is 3."""
+    pair = 4 * ids[:, None, :, None] + key_ids[:, None, None]
+    each = jnp.arange(s.shape[1])[:, None, None]
+    return s * table.at[each, pair].get(mode="fill", fill_value=3)
+
+
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 

@@ -190,7 +190,7 @@ def test_what_is_not_local_is_refused_at_the_users_line():
     for f, operation in ((softmax, "reduce_max"), (mirrored, "rev"), (sorted_, "sort")):
         text = refused(f, f"score '{f.__name__}': '{operation}'")
         assert user_line(f) in text and "is not local to a pair of a query and a key" in text
-    refused(table, "reads an array of all queries and keys", (normal(0, T),))
+    refused(table, "reads a table of 300 entries at a computed index; 256 is the most", (normal(0, 300),))
     assert coda.attention(*arrays()[:3], score=diagonal, operands=(normal(0, T, T),)).shape == (B, T, N, H)
 
 

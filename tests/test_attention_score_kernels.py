@@ -4,7 +4,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Fault, Kernel, Mask, Schedule, check_case, check_spoiled, common_headers, scored
-from attention_scores import alibi_of_slopes, causal, documents, gate, ids, normal, positions, soft_cap
+from attention_scores import (
+    alibi_of_slopes,
+    causal,
+    documents,
+    gate,
+    ids,
+    normal,
+    of_ids,
+    positions,
+    soft_cap,
+    t5_bias,
+)
 
 LATE_COPIES, AT_RANDOM = Schedule(1, -1, 0, 1, 0), Schedule(3, 7, 0, 0, 1)
 
@@ -33,6 +44,8 @@ SCORES = {
         (normal(0, 2, 2, 140, 1), normal(1, 2, 1, 150).astype(jnp.bfloat16), normal(2, 140, 150)),
     ),
     "rooted": (rooted, ()),
+    "T5's buckets": (t5_bias, (normal(6, 32, 2),)),
+    "table of ids, filled": (of_ids, (normal(7, 2, 14), ids(8, 2, 140), ids(9, 2, 150))),
 }
 
 
@@ -110,11 +123,11 @@ def test_what_is_not_finite_stays_in_its_document(folder, score):
 WRONG = r": .* (wrong|not finite)"
 PLANTED = {  # a Fault; the case that finds it
     "score_of_unscaled": (
-        *("forward_sm90", "Score::value(s[4 * j + i] * p.scale,", "Score::value(s[4 * j + i],"),
+        *("forward_sm90", "s[4 * j + i] * p.scale, row, key, words);", "s[4 * j + i], row, key, words);"),
         *("soft cap", "y" + WRONG),
     ),
     "slope_left_out": (
-        *("backward_sm90", "probability[c] * slope", "probability[c]"),
+        *("backward_sm90", "probability[c] * slope;", "probability[c];"),
         *("soft cap", "dq" + WRONG),
     ),
     "slope_where_nothing_is_seen": (

@@ -8,7 +8,8 @@ The backward pass makes the probabilities again, from lse:
     p = exp(s - lse)        ds = p (z dy v^T - delta)        delta = rowsum(dy y) - dlse        dx = score'(x) ds
     dq = scale dx k         dk = scale dx^T q         dv = (z p)^T dy       dbias = ds, summed over its axes of size 1
 
-An array that the score reads has score's derivative by it, times ds, summed as the bias's.
+An array that the score reads has score's derivative by it, times ds, summed as the bias's; an entry of a table, summed
+over the pairs that read it.
 
 Sinks count in m too. z is what dropout multiplies a probability by, 0 or 1 / (1 - rate); without it 1.
 Products are summed in float32 (float64 of float64 arrays), as are s, e and p; e, p and ds are rounded to the arrays'
@@ -32,6 +33,7 @@ from jax import lax
 
 from coda_jax.attend.score import HIDDEN
 from coda_jax.attend.score.evaluate import evaluate
+from coda_jax.attend.score.program import Table
 from coda_jax.attend.spec import AttentionSpec, MaskArrays, MaskSpec
 from coda_jax.epilogue.random_bits import column_bits, is_kept
 from coda_jax.epilogue.values import same_size
@@ -178,12 +180,15 @@ def score_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> l
     def by_heads(problem: _Problem) -> list[jax.Array]:
         return [problem.operands[number] for number in spec.score_gradients]
 
+    tables = [spec.score.table_of.get(number) for number in spec.score_gradients]
+
     def terms(at: _Block, again: _Again) -> list[jax.Array]:
         ds = again(at)[1]
-        return [_times(ds, slope) for slope in at.by_score(slopes)]
+        each = zip((_times(ds, slope) for slope in at.by_score(slopes)), by_heads(at.problem), tables, strict=True)
+        return [term if table is None else at.by_entry(term, like, table) for term, like, table in each]
 
     likes = spec.gradient_arrays(range(len(arrays)))
-    return _sums_of_pairs(arrays, likes, by_heads, terms, spec, on_cpu)
+    return _sums_of_pairs(arrays, likes, by_heads, terms, spec, on_cpu, tables)
 
 
 def _sums_of_pairs(
@@ -193,14 +198,19 @@ def _sums_of_pairs(
     terms: Callable[[_Block, _Again], Sequence[jax.Array]],
     spec: AttentionSpec,
     on_cpu: bool,
+    tables: Sequence[Table | None] = (None,),
 ) -> list[jax.Array]:
     """For each array at these places what pairs add to it: `terms`, summed over its axes of size 1, in one order.
+
+    Terms of `tables` are those of entries.
 
     Each block's sum is put into its place, so that nothing larger than a block and the result is in memory. Where a
     block of few rows of all sequences is too large, some of them are taken at a time, each `count`-th, so that devices
     with others stay apart.
     """
-    run = functools.partial(_with_sums_of_pairs, by_heads=by_heads, terms=terms, spec=spec, on_cpu=on_cpu)
+    run = functools.partial(
+        _with_sums_of_pairs, by_heads=by_heads, terms=terms, spec=spec, on_cpu=on_cpu, tables=tables
+    )
     likes, batch, count = (
         [arrays[i] for i in places],
         arrays[0].shape[0],
@@ -249,6 +259,7 @@ def _with_sums_of_pairs(
     terms: Callable[[_Block, _Again], Sequence[jax.Array]],
     spec: AttentionSpec,
     on_cpu: bool,
+    tables: Sequence[Table | None],
 ) -> list[jax.Array]:
     """The totals of other sequences, if there are any, and what these sequences add.
 
@@ -258,10 +269,13 @@ def _with_sums_of_pairs(
     problem, again = _again(arrays, spec, on_cpu)
     likes = by_heads(problem)
     has_rows, has_keys = ([not _is_one(x.shape[axis]) for x in likes] for axis in (3, 4))
+    padding = problem.q.shape[3] - problem.length  # rows beyond the last have distances too, and add nothing
 
-    def begin(total: jax.Array | None, like: jax.Array, has_rows: bool, is_sum: bool) -> jax.Array:
+    def begin(total: jax.Array | None, like: jax.Array, has_rows: bool, is_sum: bool, table: Table | None) -> jax.Array:
         if total is None:  # rows that a block has are its sums alone
-            return jnp.zeros(like.shape, like.dtype if has_rows and not is_sum else problem.accumulator)
+            total = jnp.zeros(like.shape, like.dtype if has_rows and not is_sum else problem.accumulator)
+        if table is not None and table.is_by_distance:
+            return _padded(total, like.shape[4] + padding, axis=4)
         return _padded(total, like.shape[3], axis=3)
 
     def block(at: _Block) -> tuple[Any, Any]:
@@ -270,13 +284,18 @@ def _with_sums_of_pairs(
         return (), tuple(jnp.sum(term, axis=axis, keepdims=True) for (_, term), axis in zip(each, axes, strict=True))
 
     def add(number: int, total: jax.Array, term: jax.Array, at: _Block) -> jax.Array:
-        place = (0, 0, 0, at.start if has_rows[number] else 0, at.key_start if has_keys[number] else 0)
+        of_keys = at.key_start if (table := tables[number]) is None else at.first_entry(table)
+        place = (0, 0, 0, at.start if has_rows[number] else 0, of_keys if has_keys[number] else 0)
         before = lax.dynamic_slice(total, place, term.shape).astype(term.dtype)
         return lax.dynamic_update_slice(total, (before + term).astype(total.dtype), place)
 
-    found: Any = tuple(begin(*each) for each in zip(totals, likes, has_rows, is_sum, strict=True))
+    found: Any = tuple(begin(*each) for each in zip(totals, likes, has_rows, is_sum, tables, strict=True))
     for span in problem.spans:
         _, found = problem.over_blocks(block, span, found, add)
+    found = [
+        x[..., : like.shape[4]] if table is not None and table.is_by_distance else x
+        for x, like, table in zip(found, likes, tables, strict=True)
+    ]
     return [problem.joined([x]) if rows else x for x, rows in zip(found, has_rows, strict=True)]
 
 
@@ -322,8 +341,44 @@ class _Block(NamedTuple):
         """The values of these nodes of the score, which broadcast to (B, K, G, t, s)."""
         score = self.problem.spec.score
         assert score is not None
-        arrays = [self.pairs(x) for x in self.problem.operands]
+        arrays = [x if number in score.table_of else self.pairs(x) for number, x in enumerate(self.problem.operands)]
         return evaluate(score, roots, self.products(), *self.positions(), arrays)
+
+    def by_entry(self, term: jax.Array, like: jax.Array, table: Table) -> jax.Array:
+        """What pairs add to the entries of a table (B, K, G, 1, entries), of a table by distance from `first_entry` on.
+
+        Args:
+          term: of pairs, which broadcasts to (B, K, G, t, s).
+          like: the table, by heads.
+        """
+        rows, keys = self.span.size, self.span.width
+        term = jnp.broadcast_to(term, (*term.shape[:3], rows, keys))
+        summed = tuple(axis for axis in range(3) if _is_one(like.shape[axis]))
+        if table.is_by_distance:
+            return _sums_by_distance(jnp.sum(term, axis=summed, keepdims=True))
+        (index,) = self.by_score([table.index])
+        within = jnp.clip(index, 0, like.shape[4] - 1)
+        if table.fills:
+            term = jnp.where(index == within, term, 0)
+
+        def of_entry(entry: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(within == entry, term, 0), axis=(*summed, 3, 4), keepdims=True)
+
+        found = lax.map(of_entry, jnp.arange(like.shape[4], dtype=jnp.int32))
+        return jnp.moveaxis(found[..., 0], 0, 4)
+
+    def first_entry(self, table: Table) -> Any:
+        """The first entry of a table that the block adds to."""
+        score = self.problem.spec.score
+        assert score is not None
+        if not table.is_by_distance:
+            return 0
+        row, column = self.positions()
+        # Of arrays the index reads rows alone, if they are those of a device.
+        arrays = [x if _is_one(x.shape[3]) else self.rows(x)[:, :, :, :1] for x in self.problem.operands]
+        s = jnp.zeros((), self.problem.accumulator)
+        (index,) = evaluate(score, [table.index], s, row[:1], column[-1:], arrays)
+        return index.reshape(())
 
     def through_score(self, ds: jax.Array) -> jax.Array:
         """The cotangents of scaled products, from those of what the score makes of them."""
@@ -535,6 +590,17 @@ def _again(arrays: Sequence[jax.Array], spec: AttentionSpec, on_cpu: bool) -> tu
         problem.of_rows(_finite(delta)),
         delta[..., 0].transpose(0, 2, 1),
     )
+
+
+def _sums_by_distance(x: jax.Array) -> jax.Array:
+    """The sums of x (.., t, s) along its diagonals, (.., 1, t + s - 1): entry i has those of row - column = i + 1 - s.
+
+    Rows of reversed columns are one column longer than the result's: each begins one entry behind the last.
+    """
+    rows, columns = x.shape[-2:]
+    x = jnp.pad(lax.rev(x, (x.ndim - 1,)), [(0, 0)] * (x.ndim - 1) + [(0, rows)])
+    flat = x.reshape(*x.shape[:-2], rows * (rows + columns))[..., : rows * (rows + columns - 1)]
+    return jnp.sum(flat.reshape(*x.shape[:-2], rows, rows + columns - 1), axis=-2, keepdims=True)
 
 
 def _times(ds: jax.Array, slope: jax.Array) -> jax.Array:

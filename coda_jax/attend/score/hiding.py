@@ -13,7 +13,6 @@ import numpy as np
 from coda_jax.attend.score.program import Score
 from coda_jax.attend.score.ranges import Bounds, Number, Tiles, Truth, bounds, hidden, unknown
 from coda_jax.epilogue.dtypes import BOOL, FLOAT32, INT32
-from coda_jax.epilogue.program import needed_nodes
 from coda_jax.epilogue.values import same_size
 
 _MOST_DIAGONALS = 1 << 22
@@ -43,7 +42,7 @@ def band(score: Score, shapes: Sequence[Sequence[Any]], queries: Any, keys: Any)
     Args:
       shapes: of its arrays.
     """
-    has_positions = _have_positions(shapes)
+    has_positions = _have_positions(score, shapes)
     is_known = isinstance(queries, int) and isinstance(keys, int) and 0 < queries + keys < _MOST_DIAGONALS
     return _band(score, has_positions, queries if is_known else None, keys if is_known else None)
 
@@ -71,8 +70,9 @@ def _band(score: Score, has_positions: tuple[bool, ...], queries: int | None, ke
     return Band(left, right, bool(none_hidden[inside].all()), bool(likely_none[inside].all()))
 
 
-def _have_positions(shapes: Sequence[Sequence[Any]]) -> tuple[bool, ...]:
-    return tuple(not (same_size(shape[2], 1) and same_size(shape[3], 1)) for shape in shapes)
+def _have_positions(score: Score, shapes: Sequence[Sequence[Any]]) -> tuple[bool, ...]:
+    each = enumerate(shapes)
+    return tuple(i not in score.table_of and not (same_size(x[2], 1) and same_size(x[3], 1)) for i, x in each)
 
 
 def _arrays(score: Score, has_positions: Sequence[bool] | None) -> list[Bounds]:
@@ -89,7 +89,7 @@ def _arrays(score: Score, has_positions: Sequence[bool] | None) -> list[Bounds]:
 def keeps_hidden(score: Score, shapes: Sequence[Sequence[Any]]) -> bool:
     """Whether the score of a product far below all others is so, too: as of a sum, but not of a cap."""
     ends = 0, _NO_END - 1
-    usual = _arrays(score, _have_positions(shapes))
+    usual = _arrays(score, _have_positions(score, shapes))
     return bool(np.all(bounds(score, Tiles(np, ends, ends, usual, product=(-(2.0**93), -(2.0**93)))).high < -(2.0**92)))
 
 
@@ -99,7 +99,7 @@ def shown(score: Score, arrays: Sequence[jax.Array]) -> tuple[Score | None, tupl
     if is_product and score.has_unit_slope and not score.slopes and score.why_no_slope is None:
         return None, ()
     roots = [score.shown, score.slope, *(node for _, node in score.slopes)]
-    kept = sorted({score.nodes[i]["index"] for i in needed_nodes(score.nodes, roots) if score.nodes[i].op == "operand"})
+    kept = sorted(score.reads([*roots, *(x.index for x in score.tables if x.array in dict(score.slopes))]))
     return score.of_arrays(kept), tuple(arrays[i] for i in kept)
 
 
@@ -117,7 +117,7 @@ def tiles_hidden(
         return first, jnp.minimum(first + size, count) - 1
 
     row, column = positions(queries, rows), positions(keys, columns)
-    of_arrays = [_of_tiles(x, rows, columns) for x in arrays]
+    of_arrays = [_of_tiles(x, rows, x.shape[3] if i in score.table_of else columns) for i, x in enumerate(arrays)]
     all_hidden, none_hidden = hidden(score, Tiles(jnp, (row[0][:, None], row[1][:, None]), column, of_arrays))
 
     def of_heads(flags: Any) -> jax.Array:

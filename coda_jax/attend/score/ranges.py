@@ -23,7 +23,7 @@ _PRODUCT = 2.0**90  # a scaled product of finite queries and keys is less
 _MOST = 2**31 - 1
 _FITS = 2.0**30  # integers beyond may wrap around
 
-_Form = dict[Any, int]  # a sum: of a leaf its factor, of None the constant
+Form = dict[Any, int]  # a sum: of a leaf its factor, of None the constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Number:
 
     low: Any
     high: Any
-    form: _Form | None = None
+    form: Form | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +73,19 @@ def hidden(score: Score, tiles: Tiles) -> tuple[Any, Any]:
 
 def bounds(score: Score, tiles: Tiles) -> Number:
     """The bounds of a score in each tile, as arrays that broadcast to the tiles."""
-    made: dict[int, Bounds] = {}
-    with np.errstate(all="ignore"):
-        for number in sorted(needed_nodes(score.nodes, [score.value])):
-            node = score.nodes[number]
-            made[number] = _Evaluation(tiles).of(node, [made[i] for i in node.inputs])
-    value = made[score.value]
+    value = bounds_of(score.nodes, score.value, tiles)
     assert isinstance(value, Number)
     return value
+
+
+def bounds_of(nodes: Sequence[Node], root: int, tiles: Tiles) -> Bounds:
+    """The bounds of a node in each tile, as arrays that broadcast to the tiles."""
+    made: dict[int, Bounds] = {}
+    with np.errstate(all="ignore"):
+        for number in sorted(needed_nodes(nodes, [root])):
+            node = nodes[number]
+            made[number] = _Evaluation(tiles).of(node, [made[i] for i in node.inputs])
+    return made[root]
 
 
 def unknown(dtype: str, xp: Any) -> Bounds:
@@ -111,6 +116,9 @@ class _Evaluation:
         """The bounds of a node, from those of its inputs."""
         if not node.inputs:
             return self.leaf(node)
+        if node.op == "entry":  # any of the table's, or what is beside it
+            has_others = dict(node.attributes).get("fill") is not None
+            return self.unknown(node) if has_others else self.tiles.arrays[node["index"]]
         numbers = [x for x in inputs if isinstance(x, Number)]
         if node.op in _COMPARED and len(numbers) == 2:
             return self.compared(node.op, *numbers)
@@ -122,7 +130,7 @@ class _Evaluation:
             return self.logical(node.op, [x for x in inputs if isinstance(x, Truth)])
         if len(numbers) < len(inputs):
             return self.unknown(node)
-        if node.dtype == INT32 and (form := _sum(node.op, [x.form for x in numbers])) is not None:
+        if node.dtype == INT32 and (form := sum_of(node.op, [x.form for x in numbers])) is not None:
             return self.of_form(form)
         found = self.number(node, numbers)
         if found is None:
@@ -159,7 +167,7 @@ class _Evaluation:
         is_known = (low == low) & (high == high)
         return Number(self.xp.where(is_known, low, -np.inf), self.xp.where(is_known, high, np.inf))
 
-    def of_form(self, form: _Form) -> Number:
+    def of_form(self, form: Form) -> Number:
         """The bounds of a sum, leaf by leaf; rows and columns together where their difference is known better."""
         xp, rest = self.xp, dict(form)
         low = high = xp.asarray(rest.pop(None, 0), xp.int32)
@@ -185,7 +193,7 @@ class _Evaluation:
 
     def compared(self, op: str, a: Number, b: Number) -> Truth:
         if a.form is not None and b.form is not None:
-            difference = self.of_form(_sum("sub", [a.form, b.form]) or {})
+            difference = self.of_form(sum_of("sub", [a.form, b.form]) or {})
             zero = self.xp.zeros_like(difference.low)
             a, b = difference, Number(zero, zero)
         match op:
@@ -320,7 +328,7 @@ class _Evaluation:
         return xp.where(is_known, low, -_MOST - 1), xp.where(is_known, high, _MOST)
 
 
-def _sum(op: str, forms: Sequence[_Form | None]) -> _Form | None:
+def sum_of(op: str, forms: Sequence[Form | None]) -> Form | None:
     """The sum that an operation on sums is; None if it is none."""
     if any(form is None for form in forms):
         return None

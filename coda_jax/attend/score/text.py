@@ -34,11 +34,13 @@ def emit(score: Score, arrays: Sequence[Any], gradients: Sequence[int] = ()) -> 
             f"  static constexpr int arrays = {len(arrays)}, gradients = {len(gradients)};",
             f"  static constexpr bool unit_slope = {str(score.has_unit_slope).lower()};",
             f"  static constexpr bool keeps_hidden = {str(keeps_hidden(score, [x.shape for x in arrays])).lower()};",
-            *declared("coda::attention::ScoreArray array[]", [[entry(_array(x)) for x in arrays] or [""]]),
+            *(["  static constexpr bool has_entries = true;"] if score.has_entries else []),
+            *declared("coda::attention::ScoreArray array[]", [[entry(x) for x in _arrays(score, arrays)] or [""]]),
             "",
-            *_function("", [*_statements(score, [score.value], names), f"return {value};"]),
+            *_function(score, "", [*_statements(score, [score.value], names), f"return {value};"]),
             "",
             *_function(
+                score,
                 ", float& slope",
                 [*_statements(score, [score.value, score.slope], names), f"slope = {slope};", f"return {value};"],
             ),
@@ -49,9 +51,15 @@ def emit(score: Score, arrays: Sequence[Any], gradients: Sequence[int] = ()) -> 
     )
 
 
-def _array(x: Any) -> dict[str, object]:
-    has = {name: True for name, size in zip(_AXES, x.shape, strict=True) if not same_size(size, 1)}
-    return {"dtype": f"coda::DType::{TABLE[np.dtype(x.dtype).name].cuda}", **has}
+def _arrays(score: Score, arrays: Sequence[Any]) -> list[dict[str, object]]:
+    """The members of each array's `ScoreArray`; a table has its number of entries in the place of rows and keys."""
+    found = []
+    for number, x in enumerate(arrays):
+        axes = zip(_AXES[:2] if number in score.table_of else _AXES, x.shape, strict=False)
+        has: dict[str, object] = {name: True for name, size in axes if not same_size(size, 1)}
+        entries = {"entries": x.shape[3]} if number in score.table_of else {}
+        found.append({"dtype": f"coda::DType::{TABLE[np.dtype(x.dtype).name].cuda}", **has, **entries})
+    return found
 
 
 def _gradient(score: Score, array: int) -> dict[str, object]:
@@ -59,9 +67,11 @@ def _gradient(score: Score, array: int) -> dict[str, object]:
     return own | ({"of_product": True} if score.is_slope_of_product(array) else {})
 
 
-def _function(parameter: str, lines: Sequence[str], name: str = "float value") -> list[str]:
-    given = f"float product, int row, int column, const coda::Word* operand{parameter}"
-    return [f"  CODA_DEVICE static {name}({given}) {{", *(f"    {line}" for line in lines), "  }"]
+def _function(score: Score, parameter: str, lines: Sequence[str], name: str = "float value") -> list[str]:
+    entries = ", const Entries& entries" if score.has_entries else ""
+    given = f"float product, int row, int column, const coda::Word* operand{entries}{parameter}"
+    template = ["  template <class Entries>"] if score.has_entries else []
+    return [*template, f"  CODA_DEVICE static {name}({given}) {{", *(f"    {line}" for line in lines), "  }"]
 
 
 def _slopes(score: Score, gradients: Sequence[int], names: Sequence[str]) -> list[str]:
@@ -74,13 +84,16 @@ def _slopes(score: Score, gradients: Sequence[int], names: Sequence[str]) -> lis
     return [
         "",
         *declared("coda::attention::ScoreGradient gradient[]", entries),
-        *_function(f", float (&slope)[{len(gradients)}]", lines, "void slopes"),
+        *_function(score, f", float (&slope)[{len(gradients)}]", lines, "void slopes"),
     ]
 
 
 def _statements(score: Score, roots: Sequence[int], names: Sequence[str]) -> list[str]:
+    indices = [score.nodes[i].inputs[0] for i in needed_nodes(score.nodes, roots) if score.nodes[i].op == "entry"]
+    # A reciprocal's last digit may be that of another entry.
+    exact = needed_nodes(score.nodes, indices)
     return [
-        f"const {register_of(score.nodes[i])} {names[i]} = {_expression(score, i, names)};"
+        f"const {register_of(score.nodes[i])} {names[i]} = {_expression(score, i, names, is_exact=i in exact)};"
         for i in sorted(needed_nodes(score.nodes, roots))
         if score.nodes[i].inputs
     ]
@@ -96,14 +109,32 @@ def _leaf(node: Node) -> str:
         case "literal":
             return literal_text(node["value"], node.dtype)
         case "operand":
-            word = f"operand[{node['index']}].{'f' if TABLE[node.dtype].is_float else 'i'}"
-            return f"({word} != 0)" if node.dtype == BOOL else word
+            return _of_word(f"operand[{node['index']}]", node.dtype)
     return ""
 
 
-def _expression(score: Score, number: int, names: Sequence[str]) -> str:
+def _of_word(word: str, dtype: str) -> str:
+    value = f"{word}.{'f' if TABLE[dtype].is_float else 'i'}"
+    return f"({value} != 0)" if dtype == BOOL else value
+
+
+def _entry_text(node: Node, index: str) -> str:
+    """The expression of an entry of a table."""
+    attributes = dict(node.attributes)
+    is_inside = str(attributes.get("is_inside", False)).lower()
+    found = _of_word(f"entries.template at<{node['index']}, {is_inside}>({index})", node.dtype)
+    if (fill := attributes.get("fill")) is None:
+        return found
+    return f"{index} >= 0 && {index} < {node['entries']} ? {found} : {literal_text(fill, node.dtype)}"
+
+
+def _expression(score: Score, number: int, names: Sequence[str], *, is_exact: bool) -> str:
     node = score.nodes[number]
     inputs, dtypes = [names[i] for i in node.inputs], [score.nodes[i].dtype for i in node.inputs]
+    if node.op == "entry":
+        return _entry_text(node, inputs[0])
+    if is_exact:
+        return operation_text(node, inputs, dtypes)
     if node.op == "tanh" and node.dtype == FLOAT32:
         return f"coda::attention::tanh_approximate({inputs[0]})"
     divisor = score.nodes[node.inputs[-1]]

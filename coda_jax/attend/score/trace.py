@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from coda_jax.attend.score.before import Before, inlined, split
-from coda_jax.attend.score.elements import PAIR, Access, ScoreElements, Source
+from coda_jax.attend.score.distances import by_distance
+from coda_jax.attend.score.elements import ENTRIES, PAIR, Access, ScoreElements, Source
 from coda_jax.attend.score.facts import decided, facts
 from coda_jax.attend.score.linear import factors
-from coda_jax.attend.score.program import Score
+from coda_jax.attend.score.program import Score, Table
 from coda_jax.epilogue.dtypes import FLOATS, OPERANDS, listed
 from coda_jax.epilogue.flatten import Constants, Flat, flatten, keep_used_constants, run
-from coda_jax.epilogue.simplify import simplify
 from coda_jax.epilogue.user_code import default_types, make_jaxpr
 from coda_jax.epilogue.values import NotElementwise, NotTileLocalError, same_shape
 
@@ -38,8 +37,8 @@ def trace(
       shape: of s and of the result, (B, H, T, S).
 
     Returns:
-      The function, and its arrays as the primitives take them: (1 or B, 1 or H, 1 or T, 1 or S). One that f reads at
-      two places, such as ids of queries and of keys, is there twice.
+      The function, and its arrays as the primitives take them: (1 or B, 1 or H, 1 or T, 1 or S), and tables
+      (1 or B, 1 or H, 1, entries). One that f reads at two places, such as ids of queries and of keys, is there twice.
 
     Raises:
       NotTileLocalError: f is not local, or asks for the value of an array.
@@ -74,7 +73,7 @@ def trace(
         value = elements.convert(elements.element(elements.flat.outputs[0]), "float32")
         types = [s, *seen, *map(_type_of, arrays[len(operands) :])]
         score = _with_slopes(elements, value, rest, variables, types)
-    return score, tuple(_as_read(arrays, access, shape) for access in elements.accesses)
+        return by_distance(score, [_as_read(arrays, access, shape) for access in elements.accesses], shape)
 
 
 def _labels(f: Callable[..., Any], count: int) -> list[str]:
@@ -162,8 +161,9 @@ def _with_slopes(
         slopes[-1],
         tuple(sorted((index, node) for index, node in slopes.items() if index >= 0)),
         why_not,
+        tuple(Table(i, x.index, x.fills) for i, x in enumerate(elements.accesses) if x.index is not None),
     )
-    return _simplified(score)
+    return score.simplified()
 
 
 def _tangent(elements: ScoreElements, rest: Flat, variables: Sequence[int], types: Sequence[Any]) -> dict[int, int]:
@@ -191,21 +191,9 @@ def _tangent(elements: ScoreElements, rest: Flat, variables: Sequence[int], type
     return factors(elements, elements.element(of_tangent.outputs[0]))
 
 
-def _simplified(score: Score) -> Score:
-    nodes, at = simplify(score.nodes, [score.value, score.shown, score.slope, *(node for _, node in score.slopes)])
-    return dataclasses.replace(
-        score,
-        nodes=tuple(nodes),
-        value=at[score.value],
-        shown=at[score.shown],
-        slope=at[score.slope],
-        slopes=tuple((index, at[node]) for index, node in score.slopes),
-    )
-
-
 def _as_read(arrays: Sequence[jax.Array], access: Access, shape: tuple[Any, ...]) -> jax.Array:
-    """The array of an access, (1 or B, 1 or H, 1 or T, 1 or S)."""
-    source, places = access
+    """The array of an access, (1 or B, 1 or H, 1 or T, 1 or S) or (1 or B, 1 or H, 1, entries)."""
+    source, places = access.source, [3 if place == ENTRIES else place for place in access.places]
     if source.kind == "position":
         x = jnp.arange(shape[source.number], dtype=jnp.int32)
     else:
