@@ -285,7 +285,8 @@ def _with_sums_of_pairs(
 
     def add(number: int, total: jax.Array, term: jax.Array, at: _Block) -> jax.Array:
         of_keys = at.key_start if (table := tables[number]) is None else at.first_entry(table)
-        place = (0, 0, 0, at.start if has_rows[number] else 0, of_keys if has_keys[number] else 0)
+        of_rows, of_keys = at.start if has_rows[number] else 0, of_keys if has_keys[number] else 0
+        place = [jnp.asarray(x, jnp.int32) for x in (0, 0, 0, of_rows, of_keys)]  # of one dtype, with x64 too
         before = lax.dynamic_slice(total, place, term.shape).astype(term.dtype)
         return lax.dynamic_update_slice(total, (before + term).astype(total.dtype), place)
 
@@ -345,7 +346,7 @@ class _Block(NamedTuple):
         return evaluate(score, roots, self.products(), *self.positions(), arrays)
 
     def by_entry(self, term: jax.Array, like: jax.Array, table: Table) -> jax.Array:
-        """What pairs add to the entries of a table (B, K, G, 1, entries), of a table by distance from `first_entry` on.
+        """The sums of pairs for entries of a table, (B, K, G, 1, entries), of one by distance from `first_entry` on.
 
         Args:
           term: of pairs, which broadcasts to (B, K, G, t, s).

@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from coda_jax.attend.score.evaluate import evaluate
 from coda_jax.attend.score.program import Score, Table
 from coda_jax.attend.score.ranges import Form, sum_of
-from coda_jax.epilogue.dtypes import INT32
+from coda_jax.epilogue.dtypes import FLOATS_OF_16_BITS, INT32
 from coda_jax.epilogue.program import Node, needed_nodes
 
 _MOST_PADDING = 256  # rows or columns of a tile beyond the last
@@ -29,7 +30,8 @@ def by_distance(score: Score, arrays: Sequence[jax.Array], shape: Sequence[Any])
     """The score and what it reads, with arrays by distance in the place of tables whose indices are of it.
 
     Such an array is (1 or B, 1 or H, 1, 2 n): its entry n + i is that of row - column = i. n is a power of two, so that
-    a kernel's text is one for many sizes.
+    a kernel's text is one for many sizes. Floats of 16 bits are float32 there, so that the sums by distance of which the
+    table's gradient is made are rounded once.
 
     Args:
       shape: (B, H, T, S).
@@ -48,8 +50,11 @@ def by_distance(score: Score, arrays: Sequence[jax.Array], shape: Sequence[Any])
         fill = next((dict(score.nodes[i].attributes).get("fill") for i in nodes), None)
         nothing = jnp.zeros((), jnp.int32), [jnp.zeros((), jnp.float32)] * len(arrays)
         (index,) = evaluate(score, [table.index], jnp.zeros((), jnp.float32), distances, *nothing)
-        found[table.array] = _entries(arrays[table.array], jnp.broadcast_to(index, distances.shape), fill)
-    return _read_by_distance(score, {x.array for x in tables}, middle), tuple(found)
+        array = arrays[table.array]
+        array = array.astype(jnp.float32) if array.dtype.name in FLOATS_OF_16_BITS else array
+        found[table.array] = _entries(array, jnp.broadcast_to(index, distances.shape), fill)
+    new = _read_by_distance(score, {x.array for x in tables}, middle)
+    return dataclasses.replace(new, dtypes=tuple(np.dtype(x.dtype).name for x in found)), tuple(found)
 
 
 def _entries(table: jax.Array, index: jax.Array, fill: Any) -> jax.Array:

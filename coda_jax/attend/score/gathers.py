@@ -1,4 +1,4 @@
-"""What a gather reads of its table, as jnp's indexing, jnp.take and embeddings make it: one entry for each pair."""
+"""Gathers, as jnp's indexing, jnp.take and embeddings make them: which entry of a table each pair reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Places = tuple[Place, ...]
 
 
 class Reads(NamedTuple):
-    """What an entry of a gather's output is read from.
+    """The entries that one of a gather's output is read from.
 
     Attributes:
       indices: the places at which the array of indices is read, for each number of an index.
@@ -39,7 +39,7 @@ class Reads(NamedTuple):
 
 
 def reads(equation: Equation, shapes: Sequence[Sequence[Any]], places: Places) -> Reads:
-    """What a gather's output at `places` is read from.
+    """The entries that a gather's output at `places` is read from.
 
     Args:
       shapes: of the table and of the indices, whose last axis has the numbers of an index.
@@ -93,7 +93,7 @@ def of_concatenated(equation: Equation, shapes: Sequence[Sequence[Any]], places:
 
 
 def fill_of(equation: Equation, dtype: Any) -> Any:
-    """What a gather gives for an index that is out of range; None where it gives the nearest entry, as XLA does."""
+    """The value of a gather at an index that is out of range; None where it is that of the nearest entry, as XLA has it."""
     if equation.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return None
     dtype, fill = np.dtype(dtype), equation.params["fill_value"]

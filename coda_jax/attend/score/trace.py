@@ -73,7 +73,8 @@ def trace(
         value = elements.convert(elements.element(elements.flat.outputs[0]), "float32")
         types = [s, *seen, *map(_type_of, arrays[len(operands) :])]
         score = _with_slopes(elements, value, rest, variables, types)
-        return by_distance(score, [_as_read(arrays, access, shape) for access in elements.accesses], shape)
+        read = [_as_read(arrays, access, shape) for access in elements.accesses]
+    return by_distance(score, read, shape)
 
 
 def _labels(f: Callable[..., Any], count: int) -> list[str]:
