@@ -370,3 +370,27 @@ def test_scores(kind, name):
     specs = [*scheme.arguments[:4], P(heads), P(scheme.of_queries[0], heads, rows), P(), P()]
     parts, _, _ = compare(run, [*arrays()[:4], *operands], specs, kind)
     assert [x[:2] for x in parts] == [tuple(scheme.parts)] * 2
+
+
+def with_tables(s, of_distances, of_patches):
+    """A table by distance of each head, and one of no distance that all heads share."""
+    row, key = jnp.arange(s.shape[2])[:, None], jnp.arange(s.shape[3])
+    by_distance = of_distances[jnp.clip(key - row + 6, 0, 11)].transpose(2, 0, 1)
+    return s + by_distance * of_patches[row // 4 * 4 + key // 4]
+
+
+@KINDS
+@pytest.mark.parametrize("name", SCHEMES)
+def test_tables_of_scores(kind, name):
+    """Heads of a table are cut with heads, its entries never; indices are of positions in the whole arrays."""
+    scheme, rng = SCHEMES[name], np.random.default_rng(1)
+    operands = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((12, H), (16,))]
+
+    def run(q, k, v, dy, *operands):
+        attend = lambda q, k, v, *x: coda.attention(q, k, v, score=with_tables, operands=x)  # noqa: E731
+        y, pullback = jax.vjp(attend, q, k, v, *operands)
+        return y, *pullback(dy)
+
+    specs = [*scheme.arguments[:4], P(None, scheme.of_queries[2]), P()]
+    parts, _, _ = compare(run, [*arrays()[:4], *operands], specs, kind)
+    assert [x[:2] for x in parts] == [tuple(scheme.parts)] * 2

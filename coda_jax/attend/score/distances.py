@@ -29,9 +29,9 @@ _NODES_OF_POSITIONS = ("row", "column")
 def by_distance(score: Score, arrays: Sequence[jax.Array], shape: Sequence[Any]) -> tuple[Score, tuple[jax.Array, ...]]:
     """The score and what it reads, with arrays by distance in the place of tables whose indices are of it.
 
-    Such an array is (1 or B, 1 or H, 1, 2 n): its entry n + i is that of row - column = i. n is a power of two, so that
-    a kernel's text is one for many sizes. Floats of 16 bits are float32 there, so that the sums by distance of which the
-    table's gradient is made are rounded once.
+    Such an array is (1 or B, 1 or H, 1, 2 n): its entry n + i is that of row - column = i. n is a power of two, so
+    that a kernel's text is one for many sizes. Floats of 16 bits are float32 there, so that the table's gradient, whose
+    parts are sums by distance, is rounded once.
 
     Args:
       shape: (B, H, T, S).
