@@ -10,6 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import coda_jax as coda
+from tests.attention_scores import t5_buckets
 
 B, T, S, H, K, D = 2, 16, 12, 4, 2, 8
 NEG = jnp.finfo(jnp.float32).min
@@ -331,13 +332,6 @@ BIASES = {
     "a dense bias, subtracted and scaled": Spelling(
         attended(lambda s, b: 0.5 * (s - b)), (q, k, v, normal(8, H, T, T)), "a bias"
     ),
-    "T5's table": Spelling(
-        attended(
-            lambda s, table: s + table[jnp.clip(index()[None, :] - index()[:, None] + 8, 0, 15)].transpose(2, 0, 1)
-        ),
-        (q, k, v, normal(9, 16, H)),
-        "a bias",
-    ),
     "a bias and causal": Spelling(
         attended(lambda s, b: jnp.where(causal(), s + b, -1e9)), (q, k, v, normal(8, H, T, T)), "causal, a bias"
     ),
@@ -356,6 +350,20 @@ POSITIONS = {
     "ALiBi, learned slopes": Spelling(attended(of_distances), (q, k, v, per_head), "none"),
     "ALiBi of keys, causal": Spelling(
         masked_after(lambda s, slopes: s + slopes[None, :, None, None] * index()), (q, k, v, per_head), "causal, a bias"
+    ),
+    "T5's table": Spelling(
+        attended(
+            lambda s, table: s + table[jnp.clip(index()[None, :] - index()[:, None] + 8, 0, 15)].transpose(2, 0, 1)
+        ),
+        (q, k, v, normal(9, 16, H)),
+        "none",
+    ),
+    "T5's buckets, causal": Spelling(
+        masked_after(
+            lambda s, table: s + table.at[:, t5_buckets(index() - index()[:, None], False)].get(mode="clip")[None]
+        ),
+        (q, k, v, normal(11, H, 32)),
+        "causal",
     ),
     "ALiBi in 16 bits": Spelling(
         attended(

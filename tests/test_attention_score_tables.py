@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_scores import B, H, K, N, S, T, arrays, dense, exactly, ids, normal, of_ids, t5_bias, t5_buckets
-from test_attention_score import AGE, check, refused, sizes, with_gradients  # noqa: F401
 from flax import nnx
+from test_attention_score import AGE, check, refused, sizes, with_gradients  # noqa: F401
 
 import coda_jax as coda
 from coda_jax.attend.score import trace

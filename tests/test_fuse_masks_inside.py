@@ -9,6 +9,7 @@ import coda_jax as coda
 from coda_jax.attend.primitive import FORMS
 from coda_jax.jaxprs.walk import equations
 from coda_jax.tools.attention import in_words
+from tests.attention_scores import t5_buckets
 from tests.attention_spellings import normal
 from tests.test_fuse import largest_error
 
@@ -59,10 +60,11 @@ def masks_in(function, *args):
     return {in_words(e.params["spec"].mask) for e, _ in every if e.primitive in FORMS}
 
 
-def doors(loss):
+def doors(loss, count=2):
+    arguments = tuple(range(count))
     return {
-        "of the fused": jax.value_and_grad(coda.fuse(loss), (0, 1)),
-        "fused": coda.fuse(jax.value_and_grad(loss, (0, 1))),
+        "of the fused": jax.value_and_grad(coda.fuse(loss), arguments),
+        "fused": coda.fuse(jax.value_and_grad(loss, arguments)),
     }
 
 
@@ -125,3 +127,53 @@ def test_a_loop_without_attention_makes_nothing_again():
     fused = jax.make_jaxpr(coda.fuse(loss))(X, WEIGHTS["q"][0], IDS)
     compared = [times for e, times in equations(fused.jaxpr) if e.primitive.name == "eq"]
     assert compared == [1]
+
+
+TABLE = normal(12, 32, N)
+
+
+def t5(how, is_decoder):
+    """A loss of x, weights and a table: layers of T5's, whose biases and masks are made once, as transformers does."""
+
+    def loss(x, weights, table):
+        buckets = t5_buckets(jnp.arange(T)[None] - jnp.arange(T)[:, None], not is_decoder)
+        bias = jnp.take(table, buckets, axis=0).transpose(2, 0, 1)[None]
+        if is_decoder:
+            seen = jnp.tril(jnp.ones((B, 1, T, T), bool))
+            bias = bias + jax.lax.select(seen, jnp.full(seen.shape, 0.0), jnp.full(seen.shape, -1e10))
+
+        def run(x, w):
+            q, k, v = ((x.reshape(B * T, W) @ w[name]).reshape(B, T, N, D) for name in "qkv")
+            p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
+            return x + (jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(B * T, W) @ w["o"]).reshape(x.shape)
+
+        one = jax.checkpoint(run) if "checkpoint" in how else run
+        if "loop" in how:
+            x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)
+        else:
+            for i in range(LAYERS):
+                x = one(x, {name: w[i] for name, w in weights.items()})
+        return jnp.sum(jnp.sin(x))
+
+    return loss
+
+
+def tables_in(function, *args):
+    """The numbers of tables of scores by which attention is called."""
+    every = [e for e, _ in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+    specs = [e.params["spec"] for e in every if e.primitive in FORMS]
+    return {0 if spec.score is None else len(spec.score.tables) for spec in specs}
+
+
+@pytest.mark.parametrize("is_decoder", [False, True], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("how", ["layers", *HOWS])
+def test_t5s_bias_is_a_table_inside(how, is_decoder):
+    """But for layers that are differentiated already: they have the gradient of one array in common, and stay."""
+    loss = t5(how, is_decoder)
+    plain = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(X, WEIGHTS, TABLE)
+    fused = jax.make_jaxpr(coda.fuse(loss))(X, WEIGHTS, TABLE)
+    assert "exp" not in {e.primitive.name for e, _ in equations(fused.jaxpr)}
+    for name, door in doors(loss, 3).items():
+        if name != "fused" or "checkpoint" in how:
+            assert tables_in(door, X, WEIGHTS, TABLE) == {1}, name
+        assert largest_error(jax.jit(door)(X, WEIGHTS, TABLE), plain) < 2e-5, name

@@ -31,8 +31,8 @@ AXES = ("batch", "head", "row", "column")
 
 ALLOWED = (
     "Allowed in a score: elementwise operations on s (B, H, T, S) and arrays that broadcast against it, and positions, "
-    "from jnp.arange or jax.lax.broadcasted_iota. jnp.where(.., s, -jnp.inf) hides a key. table[index] may read a table "
-    f"of up to {MOST_ENTRIES} entries, or one of each head, at an index that is elementwise too."
+    "from jnp.arange or jax.lax.broadcasted_iota. jnp.where(.., s, -jnp.inf) hides a key. table[index] may read a "
+    f"table of up to {MOST_ENTRIES} entries, or one of each head, at an index that is elementwise too."
 )
 _BEFORE = "Compute it before the call and pass it as an operand."
 HINTS = {

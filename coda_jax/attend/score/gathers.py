@@ -93,7 +93,7 @@ def of_concatenated(equation: Equation, shapes: Sequence[Sequence[Any]], places:
 
 
 def fill_of(equation: Equation, dtype: Any) -> Any:
-    """The value of a gather at an index that is out of range; None where it is that of the nearest entry, as XLA has it."""
+    """The value of a gather at an index that is out of range; None where XLA has the nearest entry there."""
     if equation.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return None
     dtype, fill = np.dtype(dtype), equation.params["fill_value"]

@@ -47,7 +47,8 @@ class Score:
 
     Attributes:
       name: of the user's function, for messages and readers.
-      dtypes: of the arrays that it reads, each (1 or B, 1 or H, 1 or T, 1 or S); of tables (1 or B, 1 or H, 1, entries).
+      dtypes: of the arrays that it reads, each (1 or B, 1 or H, 1 or T, 1 or S), or (1 or B, 1 or H, 1, entries) of
+        tables.
       nodes: inputs before users.
       value: the node of s'.
       shown: the same where s' hides no key: without the choices that hide.
@@ -137,7 +138,7 @@ class Score:
         return any(self.nodes[i].op == "score" for i in needed)
 
     def sums_of_kernel(self, shapes: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-        """The arrays of which the backward kernel makes the gradients: those that have not both rows and keys; no tables.
+        """The arrays of which the backward kernel makes the gradients: no tables, and not those with rows and keys.
 
         Args:
           shapes: of its arrays.

@@ -13,9 +13,9 @@ from jax import lax
 
 from coda_jax.attend.score import trace
 from coda_jax.epilogue.values import NotTileLocalError
-from coda_jax.fusion.attention.axes import Label, Unlike, size_of, whole
+from coda_jax.fusion.attention.axes import Label, Unlike, atoms_of, size_of, whole
 from coda_jax.fusion.attention.layout import Layout
-from coda_jax.fusion.attention.trees import SAME, Node, Trees, constant_of, elementwise, merged, value_of
+from coda_jax.fusion.attention.trees import ENTRIES, SAME, Node, Trees, constant_of, elementwise, merged, value_of
 from coda_jax.jaxprs.bind import bind
 
 Term = tuple[Node, float]  # an expression and its factor
@@ -47,10 +47,26 @@ class ScoreFunction:
         return [node for node in every if node.op == "leaf" or (node.op == "iota" and self._axis(node.labels[0]) < 0)]
 
     def operands(self, values: Mapping[Any, Any]) -> list[jax.Array]:
-        """The operands, (1 or B, 1 or N, 1 or T, 1 or S) each, from the values of variables."""
+        """The operands, (1 or B, 1 or N, 1 or T, 1 or S) or (1 or B, 1 or N, entries), from the values of variables."""
         groups = self.layout.pairs
         order = [atom for group in groups for atom in group]
-        return [merged(value_of(node, values, order), groups) for node in self.read]
+        return [
+            self._table(node, values) if node.is_table else merged(value_of(node, values, order), groups)
+            for node in self.read
+        ]
+
+    def _table(self, node: Node, values: Mapping[Any, Any]) -> jax.Array:
+        """A table, (1 or B, 1 or N, entries).
+
+        Raises:
+          Unlike: it has other axes.
+        """
+        entries = [atom for atom in atoms_of(node.labels) if atom.kind == ENTRIES]
+        groups = *self.layout.pairs[:2], entries
+        order = [atom for group in groups for atom in group]
+        if not node.atoms() <= {*order}:
+            raise Unlike("a table of entries has an axis of rows or keys")
+        return merged(value_of(node, values, order), groups)
 
     def __call__(self, s: jax.Array, *operands: jax.Array) -> jax.Array:
         read = zip(self.read, operands, strict=True)  # floats are float32 in a score function
@@ -80,7 +96,23 @@ class ScoreFunction:
             axis = self._axis(node.labels[0])
             of_axis = [size if i == axis else 1 for i, size in enumerate(shape)]
             return lax.broadcasted_iota(node.var, of_axis, axis) + np.asarray(node.start, node.var)
+        if node.op == "entry":
+            return _entry(*args, node.equation.params)
         return elementwise(node, args)
+
+
+def _entry(index: jax.Array, table: jax.Array, params: Mapping[str, Any]) -> jax.Array:
+    """The entries of a table (1, 1 or N, entries), as a gather with these parameters reads them.
+
+    Raises:
+      Unlike: sequences or heads have other indices, or sequences other tables.
+    """
+    options = {name: params[name] for name in ("mode", "fill_value")} | {"wrap_negative_indices": False}
+    if table.shape[:2] == (1, 1):
+        return table.reshape(-1).at[index].get(**options)
+    if len(table) > 1 or index.shape[:2] != (1, 1):
+        raise Unlike("sequences have tables of their own, or heads indices of their own")
+    return table[0].at[:, index.reshape(index.shape[2:])].get(**options)[None]
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:

@@ -1,7 +1,8 @@
 """Masks are made where attention reads them: in the bodies of loops and checkpoints, of the small arrays outside.
 
 A model often makes a mask once, in front of its layers. In a body it is an array of all pairs, of which nothing is
-known; made there of positions and ids it is recognised. XLA moves it out of a loop again where it stays an array.
+known; made there of positions and ids it is recognised, and so is a bias of a table's entries by position, as T5's. XLA
+moves it out of a loop again where it stays an array.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _CHEAP = _VIEWS | {
     *["eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "iota"],
     *["add", "sub", "mul", "neg", "abs", "max", "min"],
 }
+_OF_INDICES = {"log", "div", "rem", "sign", "floor", "ceil", "clamp"}  # in what indices are made by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,9 @@ def _made(x: Any, makers: Makers) -> _Made | None:
     while open_:
         y = open_.pop()
         equation = makers.maker(y)
-        is_cheap = equation is not None and equation.primitive.name in _CHEAP
+        is_gather = equation is not None and equation.primitive.name == "gather"
+        indices = _of_positions(equation, makers) if is_gather else None
+        is_cheap = equation is not None and (equation.primitive.name in _CHEAP or indices is not None)
         is_view = equation is not None and equation.primitive.name in _VIEWS  # two views of ids are the same ids
         if not is_view and y.aval.size * (_SMALLER**2 if is_cheap else _SMALLER) <= x.aval.size:
             leaves.add(y)
@@ -114,10 +118,24 @@ def _made(x: Any, makers: Makers) -> _Made | None:
             return None
         elif makers.number(equation) not in needed:
             needed[makers.number(equation)] = equation
-            open_ += variables(equation.invars)
+            needed |= indices or {}
+            open_ += variables(equation.invars if indices is None else equation.invars[:1])
     if sum(y.aval.size for y in leaves) * _SMALLER > x.aval.size:
         return None
     return _Made([needed[number] for number in sorted(needed)])
+
+
+def _of_positions(gather: Equation, makers: Makers) -> dict[int, Equation] | None:
+    """The equations that make the indices of a gather of positions alone, as T5's buckets; None of other indices."""
+    found, open_ = dict[int, Equation](), variables(gather.invars[1:])
+    while open_:
+        maker = makers.maker(open_.pop())
+        if maker is None or maker.primitive.name not in _CHEAP | _OF_INDICES or len(found) >= _MOST_EQUATIONS:
+            return None
+        if makers.number(maker) not in found:
+            found[makers.number(maker)] = maker
+            open_ += variables(maker.invars)
+    return found
 
 
 def _scan(equation: Equation, inputs: Sequence[Any], moved: Mapping[int, _Made], values: Mapping[Any, Any]) -> Any:

@@ -1,7 +1,8 @@
 """Operands that depend on no score, as expressions over the axes of the scores that they meet.
 
 Broadcasts, reshapes, transposes, casts and elementwise operations are followed backward, under the labels of the axes;
-iotas become positions. What is left are leaves: variables whose axes have labels.
+iotas become positions, and gathers of a table's entries entries. What is left are leaves: variables whose axes have
+labels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from coda_jax.attend.score.gathers import MOST_ENTRIES, Component, reads
+from coda_jax.epilogue.values import NotElementwise
 from coda_jax.fusion.attention.axes import VIEWS, Atom, Label, Labels, Unlike, atoms_of, labels_of, moved_back, whole
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
@@ -37,6 +40,7 @@ _OF_CONDITIONS: dict[str, Callable[..., Any]] = {  # operations of `logic`, whic
     "not": jnp.logical_not,
     "nonzero": lambda x: x != 0,
 }
+ENTRIES = "entries"  # the kind of the atom of a table's axis that an index counts
 _MOST_KNOWN = 1 << 26  # elements of a constant array whose values are looked at
 _MOST_EQUATIONS = 64  # that a constant is computed by
 _MOST_DEPTH = 48  # of an expression; what is deeper is a leaf
@@ -47,9 +51,9 @@ class Node:
     """An expression.
 
     Attributes:
-      op: "score" for the product itself, "operand" for what is not yet looked into, "leaf", "iota", "constant", or the
-        name of an elementwise primitive.
-      args: of a primitive.
+      op: "score" for the product itself, "operand" for what is not yet looked into, "leaf", "iota", "constant", "entry"
+        of a gather, or the name of an elementwise primitive.
+      args: of a primitive; of an entry its number, and the table, a leaf one of whose axes has an atom of its own.
       equation: that of a primitive.
       var: of an operand or a leaf; the number that a constant is; the dtype of an iota.
       labels: of the axes of an operand or a leaf; that of the axis which an iota counts.
@@ -80,6 +84,11 @@ class Node:
     @property
     def has_score(self) -> bool:
         return any(node.op == "score" for node in self.walk())
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is the table of an entry."""
+        return self.op == "leaf" and any(atom.kind == ENTRIES for atom in atoms_of(self.labels))
 
     @property
     def leaves(self) -> list[Node]:
@@ -150,7 +159,28 @@ class Trees:
                 return self._leaf(x, labels)
         if name == "iota":
             return Node("iota", var=x.aval.dtype, labels=(labels[equation.params["dimension"]],))
+        if name == "gather" and (entry := self._entry(equation, labels, depth)) is not None:
+            return entry
         return self._leaf(x, labels)
+
+    def _entry(self, equation: Equation, labels: Labels, depth: int) -> Node | None:
+        """The entry of a small table that a gather reads, by an index of no arrays of pairs; None of another gather."""
+        (table, indices), shapes = equation.invars, [x.aval.shape for x in equation.invars]
+        try:
+            of = reads(equation, shapes, labels)
+            if isinstance(table, core.Literal) or len(of.counted) != 1 or shapes[0][of.counted[0]] > MOST_ENTRIES:
+                return None
+            index = self.node(indices, [label or () for label in of.indices[0]], depth + 1)
+            own = [
+                (Atom(size, ENTRIES),) if isinstance(label, Component) else label or ()
+                for size, label in zip(shapes[0], of.table, strict=True)
+            ]
+            of_table = self._leaf(table, labels_of(own))
+        except (NotElementwise, Unlike):
+            return None
+        if any(sum(map(bool, leaf.labels)) > 1 for leaf in index.leaves):
+            return None
+        return Node("entry", (index, of_table), equation)
 
     def _leaf(self, x: Any, labels: Labels) -> Node:
         """A variable that is not looked into; constants that count along one axis are an iota."""
@@ -245,6 +275,8 @@ def value_of(node: Node, values: Mapping[Any, Any], order: Sequence[Atom]) -> An
     made: dict[int, Any] = {}
 
     def of(one: Node) -> Any:
+        if one.op == "entry" and id(one) not in made:
+            made[id(one)] = _entry_value(one, of(one.args[0]), values, order)
         if id(one) not in made:
             made[id(one)] = _value(one, [of(x) for x in one.args], values, order)
         return made[id(one)]
@@ -260,6 +292,16 @@ def _value(node: Node, args: Sequence[Any], values: Mapping[Any, Any], order: Se
     if node.op == "iota":
         return (positions(node.labels[0], order) + node.start).astype(node.var)
     return elementwise(node, args)
+
+
+def _entry_value(node: Node, index: jax.Array, values: Mapping[Any, Any], order: Sequence[Atom]) -> jax.Array:
+    table = node.args[1]
+    (entries,) = [atom for atom in atoms_of(table.labels) if atom.kind == ENTRIES]
+    x = spread(values[table.var], table.labels, [*order, entries])
+    shape = jnp.broadcast_shapes(x.shape[:-1], index.shape)
+    x, index = jnp.broadcast_to(x, (*shape, x.shape[-1])), jnp.broadcast_to(index, shape)[..., None]
+    options = {name: node.equation.params[name] for name in ("mode", "fill_value")}
+    return jnp.take_along_axis(x, index, axis=-1, **options)[..., 0]
 
 
 def elementwise(node: Node, args: Sequence[Any]) -> Any:
