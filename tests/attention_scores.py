@@ -99,7 +99,7 @@ def ids(seed, *shape):
 
 
 def scores(batch, heads, queries, keys):
-    """Ten functions with their operands, by name."""
+    """Functions with their operands, by name."""
     return {
         "soft cap": (soft_cap, ()),
         "ALiBi": (alibi, ()),
@@ -111,6 +111,8 @@ def scores(batch, heads, queries, keys):
         "distance by row": (distance_by_row, (normal(4, batch, heads, queries),)),
         "gate": (gate, (normal(5, heads),)),
         "causal": (causal, ()),
+        "T5's buckets": (t5_bias, (normal(6, 32, heads),)),
+        "table of ids": (of_ids, (normal(7, heads, 14), ids(8, batch, queries), ids(9, batch, keys))),
     }
 
 

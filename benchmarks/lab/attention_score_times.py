@@ -66,6 +66,10 @@ FORMS: dict[str, Callable[[Size], Options]] = {
         "score": attention_scores.decay,
         "operands": (jnp.zeros((size.batch, size.heads, size.length)),),
     },
+    "T5 buckets": lambda size: {
+        "score": attention_scores.t5_buckets,
+        "operands": (jnp.zeros((32, size.heads)),),
+    },
     "tanh gate": lambda size: {"score": attention_scores.gate, "operands": (jnp.ones(size.heads),)},
     "sinks": lambda size: {"sinks": jnp.zeros(size.heads)},
     "dropout": lambda size: {"dropout_key": jax.random.key(0), "dropout_rate": 0.1},

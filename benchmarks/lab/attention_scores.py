@@ -90,6 +90,15 @@ def causal(s: jax.Array) -> jax.Array:
     return jnp.where(row >= key, s, -jnp.inf)
 
 
+def t5_buckets(s: jax.Array, table: jax.Array) -> jax.Array:
+    """T5's bias: a table (32, H) of 32 buckets of distances, wider where they are far."""
+    distance = jnp.arange(s.shape[3]) - jnp.arange(s.shape[2])[:, None]
+    near = jnp.abs(distance)
+    far = 8 + (jnp.log(jnp.maximum(near, 1) / 8) / jnp.log(16) * 8).astype(jnp.int32)
+    bucket = jnp.where(near < 8, near, jnp.minimum(far, 15)) + 16 * (distance > 0)
+    return s + table[bucket].transpose(2, 0, 1)
+
+
 def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -106,6 +115,7 @@ FUNCTIONS: dict[str, Function | None] = {
     "distance, weights by row": Function(distance_by_row, (_array(B, H, T),)),
     "tanh gate": Function(gate, (_array(H),)),
     "causal by where": Function(causal),
+    "T5 buckets": Function(t5_buckets, (_array(32, H),)),
 }
 
 

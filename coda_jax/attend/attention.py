@@ -78,8 +78,9 @@ def attention(
         i + query_offset. An int, or int32 (B,), each sequence's own; default 0. No other mask reads it.
       score: a JAX function of whole arrays, score(s, *operands), that makes a score of each scaled product s
         (B, N, T, S), float32, and is local to it: elementwise operations, positions by jnp.arange or
-        jax.lax.broadcasted_iota, and arrays that broadcast against s. -inf, or any number below -2^96, hides a key:
-        jnp.where(.., s, -jnp.inf). None: s itself.
+        jax.lax.broadcasted_iota, arrays that broadcast against s, and entries table[.., index] of tables of up to 256,
+        at an elementwise index. -inf, or any number below -2^96, hides a key: jnp.where(.., s, -jnp.inf). None: s
+        itself.
       operands: arrays that score takes, with gradients; floating ones are float32 in it. So have arrays that score
         closes over, in their own dtypes.
       sinks: (N,), of a floating dtype: exp(sink) of its head is a term of each row's sum, so that a query may attend

@@ -511,7 +511,10 @@ def test_gradients_of_operands_in_other_kernels(name, kind):
     )
 
 
-@pytest.mark.parametrize("name", [*("soft cap", "ALiBi with slopes", "documents"), *learned(1, 1, 1, 1)])
+ONCE_MORE = ("soft cap", "ALiBi with slopes", "documents", "T5's buckets", "table of ids")
+
+
+@pytest.mark.parametrize("name", [*ONCE_MORE, *learned(1, 1, 1, 1)])
 def test_bits_of_scores(name):
     given = problem(16, 2, 1500, 1500, 8, 2, 64)[:4]
     score, operands = (scores(2, 8, 1500, 1500) | learned(2, 8, 1500, 1500))[name]
