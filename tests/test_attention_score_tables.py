@@ -62,7 +62,7 @@ def scaled(s, table):
 
 
 def in_an_image(s, table):
-    """Of no distance: patches of rows of 6."""
+    """Patches of an image of rows of 6: an index of no distance."""
     row, key = jnp.arange(s.shape[2])[:, None], jnp.arange(s.shape[3])
     return s + jnp.take(table.T, 5 * (row // 6 - key // 6) + row % 6 - key % 6 + 16, axis=1, mode="clip")
 
@@ -75,7 +75,7 @@ def twice(s, table):
 
 
 def hides(s, table):
-    """Of a table's entries some hide keys, and conditions choose tables."""
+    """Entries of a table of conditions hide keys, beside the order of rows and keys."""
     allowed = jnp.asarray([True, True, False, True])
     row, key = jnp.arange(s.shape[2])[:, None], jnp.arange(s.shape[3])
     return jnp.where(allowed[(row + key) % 4] & (row >= key), by_take(s, table), -jnp.inf)

@@ -97,7 +97,7 @@ def _is_of_distance(nodes: Sequence[Node], root: int) -> bool:
     alone: dict[int, bool] = {}
     for number in sorted(needed_nodes(nodes, [root])):
         node = nodes[number]
-        form = None
+        form: Form | None = None
         if node.op in _NODES_OF_POSITIONS:
             form = {node.op: 1}
         elif node.op == "literal" and node.dtype == INT32:

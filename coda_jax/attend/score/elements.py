@@ -69,13 +69,13 @@ class Access(NamedTuple):
     Attributes:
       source: the array.
       places: for each of its axes.
-      index: the node of the index that counts the axis at `ENTRIES`; None of other arrays than tables.
+      entry: the node of the index that counts the axis at `ENTRIES`; None of other arrays than tables.
       fills: whether there is something else where the index is out of range; else the nearest entry.
     """
 
     source: Source
     places: Places
-    index: int | None = None
+    entry: int | None = None
     fills: bool = False
 
 
@@ -219,19 +219,19 @@ class ScoreElements(Elements):
 
     def _entry_at(self, equation: Equation, access: Access, table: int, size: int) -> int:
         """The node of an entry, by the gather's mode where the index is out of range."""
-        assert access.index is not None
+        assert access.entry is not None
         dtype = np.dtype(self.flat.avals[table].dtype).name
-        bounds = self._bounds(access.index)
+        bounds = self._bounds(access.entry)
         assert isinstance(bounds, Number)
         is_inside = bool(bounds.low >= 0) and bool(bounds.high < size)
         fill = None if is_inside else fill_of(equation, dtype)
         number = self._access(access._replace(fills=fill is not None), dtype)
         if access.source.is_tangent:
-            return self.node("tangent", (access.index,), dtype, index=number)
-        attributes = {"entries": size} | ({"is_inside": True} if is_inside else {})
+            return self.node("tangent", (access.entry,), dtype, index=number)
+        attributes: dict[str, Any] = {"entries": size} | ({"is_inside": True} if is_inside else {})
         if fill is not None:
             attributes["fill"] = LiteralFloat(fill) if fill.dtype.kind == "f" else fill.item()
-        return self.node("entry", (access.index,), dtype, index=number, **attributes)
+        return self.node("entry", (access.entry,), dtype, index=number, **attributes)
 
     def _bounds(self, number: int) -> Number | Truth:
         """The bounds of a node for all pairs, whatever arrays have."""

@@ -65,6 +65,6 @@ def _entry(table: jax.Array, index: jax.Array, fill: Any) -> jax.Array:
         rows, columns = within.shape[-2:]
         flat = within.reshape(*within.shape[:-2], 1, rows * columns)
         shape = (*jnp.broadcast_shapes(table.shape[:-2], flat.shape[:-2]), 1)
-        each = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (table, flat))
-        found = jnp.take_along_axis(*each, axis=-1, mode="clip").reshape(*shape[:-1], rows, columns)
+        table, flat = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (table, flat))
+        found = jnp.take_along_axis(table, flat, axis=-1, mode="clip").reshape(*shape[:-1], rows, columns)
     return found if fill is None else jnp.where(index == within, found, jnp.asarray(fill, found.dtype))

@@ -33,15 +33,17 @@ class Reads(NamedTuple):
       counted: the axes of the table that numbers of the index count, in the order of these.
     """
 
-    indices: tuple[Places, ...]
-    table: Places
+    indices: tuple[tuple[Any, ...], ...]
+    table: tuple[Any, ...]
     counted: tuple[int, ...]
 
 
-def reads(equation: Equation, shapes: Sequence[Sequence[Any]], places: Places) -> Reads:
+def reads(equation: Any, shapes: Sequence[Sequence[Any]], places: Sequence[Any]) -> Reads:
     """The entries that a gather's output at `places` is read from.
 
     Args:
+      equation: the gather, of a jaxpr or of a `Flat`.
+      places: of its output, or whatever else there is for each of its axes.
       shapes: of the table and of the indices, whose last axis has the numbers of an index.
 
     Raises:
@@ -52,7 +54,7 @@ def reads(equation: Equation, shapes: Sequence[Sequence[Any]], places: Places) -
     whole = iter([places[axis] for axis in sorted(of.offset_dims)])
     of_batch = dict(zip(of.operand_batching_dims, of.start_indices_batching_dims, strict=True))
     numbers = {int(axis): number for number, axis in enumerate(of.start_index_map)}
-    found: list[Place] = []
+    found: list[Any] = []
     for axis, (size, of_slice) in enumerate(zip(table, equation.params["slice_sizes"], strict=True)):
         if axis in of_batch:
             found.append(batch[of_batch[axis]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from coda_jax.epilogue.dtypes import INT32
 from coda_jax.epilogue.program import Node, needed_nodes
@@ -21,7 +21,8 @@ READS = ("operand", "entry")  # nodes that read an array, whose number is their 
 _MOST_OF_PRODUCT = 1  # gradients that the kernel makes where derivatives depend on the product: 16 to 32 registers each
 
 
-class Table(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Table:
     """An array of few entries, of which a score reads one for each pair.
 
     Attributes:
@@ -113,7 +114,7 @@ class Score:
             shown=at[self.shown],
             slope=at[self.slope],
             slopes=tuple((array, at[node]) for array, node in self.slopes),
-            tables=tuple(table._replace(index=at[table.index]) for table in self.tables),
+            tables=tuple(dataclasses.replace(table, index=at[table.index]) for table in self.tables),
         )
 
     def of_arrays(self, kept: Sequence[int]) -> Score:
@@ -129,7 +130,9 @@ class Score:
             nodes=tuple(nodes),
             value=self.shown,
             slopes=tuple((at[array], node) for array, node in self.slopes if array in at),
-            tables=tuple(table._replace(array=at[table.array]) for table in self.tables if table.array in at),
+            tables=tuple(
+                dataclasses.replace(table, array=at[table.array]) for table in self.tables if table.array in at
+            ),
         )
 
     def is_slope_of_product(self, array: int) -> bool:

@@ -162,7 +162,7 @@ def _with_slopes(
         slopes[-1],
         tuple(sorted((index, node) for index, node in slopes.items() if index >= 0)),
         why_not,
-        tuple(Table(i, x.index, x.fills) for i, x in enumerate(elements.accesses) if x.index is not None),
+        tuple(Table(i, x.entry, x.fills) for i, x in enumerate(elements.accesses) if x.entry is not None),
     )
     return score.simplified()
 

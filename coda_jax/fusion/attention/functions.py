@@ -97,7 +97,8 @@ class ScoreFunction:
             of_axis = [size if i == axis else 1 for i, size in enumerate(shape)]
             return lax.broadcasted_iota(node.var, of_axis, axis) + np.asarray(node.start, node.var)
         if node.op == "entry":
-            return _entry(*args, node.equation.params)
+            index, table = args
+            return _entry(index, table, node.equation.params)
         return elementwise(node, args)
 
 

@@ -171,9 +171,9 @@ class Trees:
             if isinstance(table, core.Literal) or len(of.counted) != 1 or shapes[0][of.counted[0]] > MOST_ENTRIES:
                 return None
             index = self.node(indices, [label or () for label in of.indices[0]], depth + 1)
-            own = [
-                (Atom(size, ENTRIES),) if isinstance(label, Component) else label or ()
-                for size, label in zip(shapes[0], of.table, strict=True)
+            each = zip(shapes[0], of.table, strict=True)
+            own: list[Label] = [
+                (Atom(size, ENTRIES),) if isinstance(label, Component) else label or () for size, label in each
             ]
             of_table = self._leaf(table, labels_of(own))
         except (NotElementwise, Unlike):
