@@ -138,6 +138,14 @@ PLANTED = {  # a Fault; the case that finds it
         *("scores", "min(query, p.queries - 1)", "min(query + 1, p.queries - 1)"),
         *("rows, keys and pairs", "y" + WRONG),
     ),
+    "table_of_another_head": (
+        *("scores", "if constexpr (of.heads) before = before * p.heads + head;", ""),
+        *("T5's buckets", "y" + WRONG),
+    ),
+    "entry_beyond_the_table": (
+        *("scores", "min(max(index, 0), of.entries - 1)", "min(max(index, 0), of.entries - 2)"),
+        *("table of ids, filled", "y" + WRONG),
+    ),
     "hidden_product_has_a_score": (
         *("backward_sm90", "!Score::keeps_hidden &&", "false &&"),
         *("rooted", "d." + WRONG),
