@@ -375,7 +375,7 @@ def test_memory_is_linear_in_the_sequence(monkeypatch):
 def test_a_derivative_of_one_is_known():
     """So a sum has no derivative that a kernel multiplies by, and a band that a score hides is the mask's alone."""
     of = {name: trace(score, [jnp.asarray(x) for x in x], (B, N, T, S))[0] for name, (score, x) in SCORES.items()}
-    assert {name for name, one in of.items() if not one.has_unit_slope} == {"soft cap", "gate"}
+    assert {name for name, one in of.items() if not one.has_unit_slope} == {"soft cap", "gate", "table of ids"}
     every, _ = equations_of(lambda *x: coda.attention(*x, score=SCORES["causal"][0]), *arrays()[:3])
     (spec,) = (x.params["spec"] for x, _ in every if x.primitive.name == "coda_attention")
     assert spec.score is None and spec.mask.right == 0
