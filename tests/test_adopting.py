@@ -66,7 +66,7 @@ def test_equal_copies_pass(run):
     ],
     ids=str,
 )
-def test_what_is_wrong_is_found(run, changed):
+def test_differing_copies_fail(run, changed):
     (line,) = fails(run, **changed)
     assert line.startswith(("w ", "1 parameters", "temporaries"))
 

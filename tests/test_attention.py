@@ -454,7 +454,7 @@ def test_parts_of_the_keys_are_joined():
 
 @pytest.mark.parametrize("what", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("place", ["query", "key", "value", "cotangent"])
-def test_what_is_not_finite_reaches_what_sees_it_alone(sizes, place, what):
+def test_nan_and_infinity_stay_in_their_segment(sizes, place, what):
     """Segment 1 has a NaN; all of segment 0 is as without it, in values and gradients."""
     ids = np.stack([np.arange(T) % 3 == 1, np.arange(T) >= 30]).astype(np.int32)
     given = list(arrays(keys=T)[:4])

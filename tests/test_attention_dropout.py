@@ -102,7 +102,7 @@ def test_halves():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_what_is_not_finite_reaches_all_that_see_it(name):
+def test_nan_reaches_its_whole_document_dropped_or_not(name):
     """Dropped or not, as in the kernels; and no other document."""
     q, k, v, dy, _ = arrays(keys=T)
     given, bad = {"q": q, "k": k, "v": v}, 10

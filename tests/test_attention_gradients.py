@@ -235,7 +235,7 @@ def assert_alike(found, expected):
 
 
 @pytest.mark.smoke
-def test_what_the_product_reads_is_made_by_the_kernels(arrays):
+def test_kernels_store_gradients_as_the_product_reads_them(arrays):
     """Joined columns with the sums of the norm's derivative; in 8 bits the transposed copy and the maximum too."""
     made = made_of_gradients(gradients(block()), *arrays)
     assert [x.transposed for x in made.programs[0].stores] == [False] and made.dtypes == (jnp.bfloat16,)
@@ -337,7 +337,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_behind_other_gradients_is_left(arrays, name, in_passes):
+def test_only_maps_of_the_kernels_gradients_are_joined(arrays, name, in_passes):
     options, joins = OTHERS[name]
     found = jax.jit(gradients(block(**options)))(*arrays)
     assert (made_of_gradients(gradients(block(**options)), *arrays) is not None) == joins
@@ -482,7 +482,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("reason", UNSUPPORTED)
-def test_what_the_kernels_cannot_make_has_a_reason(reason):
+def test_unsupported_gradient_maps_have_a_reason(reason):
     function, operands, dtype = UNSUPPORTED[reason]
     types = [jax.ShapeDtypeStruct(x.shape, np.float32) for x in operands]
     program = trace(function, jax.ShapeDtypeStruct((32, 128), np.float32), types)[0].program

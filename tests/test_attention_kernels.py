@@ -182,14 +182,14 @@ SPOILS = {
 
 @pytest.mark.parametrize("which", ["all", *SPOILS])
 @pytest.mark.parametrize("head, causal", [(64, True), (128, False), (256, True)])
-def test_what_is_not_finite_stays_in_its_document(folder, head, causal, which):
+def test_nan_and_infinity_stay_in_their_document(folder, head, causal, which):
     mask = Mask(intervals=documents(*LENGTHS, causal=causal))
     one = case(Kernel(head, head, arrays=True), mask, queries=300, heads=2, groups=2)
     check_spoiled(one, folder, SPOILS if which == "all" else {which: SPOILS[which]}, schedule=AT_RANDOM)
 
 
 @pytest.mark.parametrize("exactly", [True, False], ids=["exactly", "loosely"])
-def test_what_is_not_finite_stays_in_its_document_whatever_the_order(folder, exactly):
+def test_nan_and_infinity_stay_in_documents_in_any_order(folder, exactly):
     order = np.random.default_rng(5).permutation(300)
     ids = np.repeat(np.arange(len(LENGTHS)), LENGTHS)[None, order]
     spoils = {name: [(int(np.argmax(order == row)), value) for row, value in rows] for name, rows in SPOILS.items()}
@@ -203,7 +203,7 @@ def in_a_whole_tile():
 
 
 @pytest.mark.parametrize("name", SPOILS)
-def test_what_is_not_finite_in_a_tile_seen_entirely(folder, name):
+def test_whole_tiles_keep_nan_and_infinity_in_their_document(folder, name):
     check_spoiled(in_a_whole_tile(), folder, {name: [(200, NAN), (390, INF)]})
 
 
@@ -518,7 +518,7 @@ def test_dropout_in_splits(folder):
 
 @pytest.mark.parametrize("which", ["all", *SPOILS])
 @pytest.mark.parametrize("head", [64, 128])
-def test_what_is_not_finite_stays_in_its_document_beside_dropout(folder, head, which):
+def test_dropout_keeps_nan_and_infinity_in_their_document(folder, head, which):
     """It reaches all that see it, dropped or not."""
     mask = Mask(intervals=documents(*LENGTHS, causal=False))
     one = case(Kernel(head, head, arrays=True, sinks=True, dropout_rate=0.5), mask, queries=300, heads=2, groups=2)

@@ -111,7 +111,7 @@ def test_a_llama_of_packed_sequences_gives_what_they_give_alone():
         ({"mask": jnp.ones((2, 1, 1, 12), bool)}, None, True),
     ],
 )
-def test_what_cudnn_is_given(options, window, masked, monkeypatch):
+def test_cudnn_gets_windows_as_arguments_or_inside_masks(options, window, masked, monkeypatch):
     """A window as its own argument, but in the mask where there is one, which has both lengths."""
     given = {}
 
@@ -232,7 +232,7 @@ def calls_of(function, *arrays):
         ({"bias": jnp.zeros((4, 1, 11)), "segment_ids": SEGMENTS}, {"intervals": 1, "has_bias": True}),
     ],
 )
-def test_what_coda_attention_is_given(options, expected):
+def test_coda_attention_gets_masks_as_few_numbers(options, expected):
     """Few numbers for each query, and an array of all pairs only where the caller has one."""
     q, k = normal(0, 2, 11, 4, 8), normal(1, 2, 11, 2, 8)
     masks, text = calls_of(lambda q, k: attend.attend(q, k, k, **options)[0], q, k)

@@ -170,7 +170,7 @@ def test_another_reader_keeps_y(arrays):
 
 
 @pytest.mark.parametrize("option", ["xla", "scaled behind", "sum behind"])
-def test_what_is_behind_other_attention_is_left(arrays, option):
+def test_kernel_makes_maps_of_its_own_result_alone(arrays, option):
     """Attention by XLA, and an array that is no view of attention's result."""
 
     def attend(q, k, v):
@@ -251,7 +251,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("reason", UNSUPPORTED)
-def test_what_the_kernel_cannot_make_has_a_reason(reason):
+def test_unsupported_result_maps_have_a_reason(reason):
     function, operands, dtype = UNSUPPORTED[reason]
     program = program_of(function, *operands)
     assert unsupported(program, [np.dtype(dtype)] * len(program.stores)) == reason

@@ -137,7 +137,7 @@ def test_rows_that_see_nothing():
         assert (y[:, :11] == 0).all() and (dq[:, :11] == 0).all() and np.isfinite(dq).all()
 
 
-def test_what_is_not_finite_stays_with_those_that_see_it():
+def test_nan_and_infinity_stay_in_their_document():
     q, k, v, dy = arrays()
     score, (ids, key_ids) = SCORES["documents"]
     of_bad = key_ids == key_ids[:, 9:10]
@@ -167,7 +167,7 @@ def refused(score, message, operands=()):
     return str(caught.value)
 
 
-def test_what_is_not_local_is_refused_at_the_users_line():
+def test_nonlocal_scores_are_refused_at_the_users_line():
     def softmax(s):
         return s - jnp.max(s, axis=-1, keepdims=True)
 

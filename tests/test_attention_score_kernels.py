@@ -111,7 +111,7 @@ def test_a_score_that_hides_by_a_low_number(folder):
 
 
 @pytest.mark.parametrize("score", [documents, lambda s, *x: documents(soft_cap(s), *x)], ids=["itself", "capped"])
-def test_what_is_not_finite_stays_in_its_document(folder, score):
+def test_documents_by_score_confine_nan_and_infinity(folder, score):
     """Documents by the score, and nothing else that hides."""
     of = np.repeat(np.arange(6), (30, 3, 40, 25, 35, 17))[None].astype(np.int32)
     mask = Mask(intervals=np.broadcast_to(np.array([[0], [149]]), (1, 2, 150)))

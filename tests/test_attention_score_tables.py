@@ -280,7 +280,7 @@ def test_in_float64():
 # ---- what is refused
 
 
-def test_what_is_refused():
+def test_unsupported_table_indices_are_refused():
     def by_scores(s, table):
         return s + jnp.take(table[:, 0], jnp.clip(s, 0, 31).astype(jnp.int32))
 

@@ -101,7 +101,7 @@ def test_a_layer_of_scale_cap_and_bias():
     assert seen[0] == (0.4, 1.5, (1, H, T, T)) and float(jnp.abs(got[1][1]).max()) > 1e-4
 
 
-def test_what_attention_refuses():
+def test_bad_attention_arguments_are_refused():
     with pytest.raises(ValueError, match=r"bias has shape \(3, 13, 13\)"):
         attend(Q, K, V, bias=BIAS[:3])
     for make in (lambda **of: attend(Q, K, V, **of), lambda **of: layers.Attention(D, H, **of, rngs=nnx.Rngs(0))):

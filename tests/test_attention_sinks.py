@@ -87,7 +87,7 @@ def assert_equal(got, expected, limit=2e-5):
 
 
 @pytest.mark.parametrize("name", ["k", "v", "q"])
-def test_what_is_not_finite_stays_in_its_document(name):
+def test_nan_stays_in_its_document_beside_sinks(name):
     """All results but the gradient of sinks, which is a sum over all rows."""
     q, k, v, dy, dlse = arrays(keys=T)
     given = {"q": q, "k": k, "v": v}

@@ -138,7 +138,7 @@ def test_a_scan_of_variables_with_and_without_names():
     jax.tree.map(np.testing.assert_array_equal, nn.unbox(got), expected)
 
 
-def test_what_is_no_stack_along_the_first_axis_is_refused():
+def test_stacks_along_another_axis_are_refused_without_axes():
     model = Scanned(1, {})
     abstract, mesh = nn.unbox(jax.eval_shape(model.init, KEY, X)), mesh_of(fsdp=2)
     refused = r"kernel of shape \(16, 2, 48\) and \S*kernel of shape \(16, 2, 16\) .* sizes of 'layers' or of 'embed'"

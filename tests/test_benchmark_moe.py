@@ -149,7 +149,7 @@ def test_a_program_that_does_not_fit_has_its_memory(monkeypatch):
     assert "does not fit" in moe.shown(row)
 
 
-def test_what_is_asked_for():
+def test_arguments_are_parsed_and_bad_ones_refused():
     assert moe.parse(["--config=128,192,2"]).config == GemmConfig(tile_m=128, tile_n=192, cluster_m=2)
     assert moe.parse(["tiles"]).kinds == ["random"] and moe.parse([]).kinds == list(grouped.KINDS)
     for wrong in ("--shapes=tiny", "--kinds=even", "--parts=half", "--config=128,100,1", "--tiles=1x1_1"):

@@ -133,7 +133,7 @@ def test_schemes_cut_plain_parameters():
             assert spec == ((None,) * len(lead) + cut if name != "norm" else ((None,) * len(spec)))
 
 
-def test_what_a_collective_leaves_exposed():
+def test_collectives_are_exposed_where_no_other_kernel_runs():
     ms = 1e6
 
     def kernel(name, start, end):

@@ -52,7 +52,7 @@ def test_a_loop_that_is_differentiated_in_other_arguments():
 
 
 @pytest.mark.parametrize("kind", ["map", "opaque"])
-def test_what_a_map_captures_is_read_each_time(kind):
+def test_captured_arrays_are_read_at_each_call(kind):
     x, w, b = random(0, M, D), random(1, D, F), random(2, F)
     held = {"b": b}
 

@@ -123,7 +123,7 @@ def test_a_step_after_one_at_the_end_of_the_range(weights):
     assert jnp.isfinite(value) and all(bool(jnp.isfinite(g).all()) for g in gradients)
 
 
-def test_what_goes_beyond_the_range_is_clipped_and_the_next_step_follows(weights):
+def test_values_beyond_the_range_are_clipped_and_recorded(weights):
     """A step whose values are 1000 times the last one's: finite, and the history has them."""
     recipe = coda.fp8.Recipe(scaling="delayed", history=2)
     block = coda.block(feed_forward, fp8=recipe)

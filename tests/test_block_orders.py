@@ -205,7 +205,7 @@ def test_values_and_gradients(order, kind):
 
 
 @each_order
-def test_what_positions_see(order):
+def test_segments_masks_windows_and_positions_match_plain_jax(order):
     """Segments, a mask, a window; positions of one row and of all."""
     mask = normal(5, B, 1, T, T) > -1
     mask = mask | jnp.eye(T, dtype=bool)
@@ -331,7 +331,7 @@ def products(block, remat):
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @each_order
-def test_what_policies_run_again(order, qk_norm):
+def test_remat_policies_rerun_only_products_not_kept(order, qk_norm):
     block = block_of(order, qk_norm=qk_norm)
     whole, attention = products(block, None)
     again, attention_again = products(block, "full")

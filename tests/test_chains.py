@@ -45,7 +45,7 @@ def test_qk_norm(dtype, head_dim):
 
 
 @pytest.mark.parametrize("head_dim, stored", [(8, 3), (32, 5)])
-def test_what_the_product_with_qk_norm_stores(head_dim, stored):
+def test_qk_norm_product_also_stores_unnormed_q_and_k(head_dim, stored):
     """For the backward pass also q and k before their norms, which XLA has where it makes the norms itself."""
     arguments = qk_norm_arguments(jnp.bfloat16, head_dim=head_dim)
 

@@ -80,7 +80,7 @@ def test_the_last_of_few_rows():
     assert [{tile.cluster_m for tile in tiles(m) if tile.tile_m == 128} for m in (128, 129)] == [{1}, {1, 2}]
 
 
-def test_what_memory_does_not_hide():
+def test_memory_time_hides_nine_tenths_of_multiplications():
     """A tenth of the multiplications, where reading takes longer; else all of them, beside a tenth of the reading."""
     traffic, shape = ElementTraffic(0, 2, 0, False, 0.0, False), GemmShape(16, 4096, 14336)
     no_block = dict.fromkeys(H200.of_block, (0.0, 0.0))
@@ -208,7 +208,7 @@ def test_an_idle_chip_takes_less_after_many_waves(waves, saved):
 
 
 @pytest.mark.parametrize("epilogue", ["identity", "residual", "norm_backward", "accumulate"])
-def test_what_a_cooperative_tile_loads_is_there_when_its_products_end(epilogue):
+def test_cooperative_tiles_preload_most_epilogue_operands(epilogue):
     """All of it but one box, or as much as fits beside three stages; where it loads nothing there are four."""
     shape = Shape(epilogue, "NN", 16384, 2048, 16384)
     types, dtypes = shape.types[2:], shape.problem.out_dtypes

@@ -143,7 +143,7 @@ class Wrapped(nnx.Module):
 
 
 @pytest.mark.parametrize("place", ["attention.qkv", "mlp.gate_up", "mlp.down"])
-def test_what_stands_in_the_place_of_a_linear_is_said(place, monkeypatch):
+def test_module_in_place_of_a_linear_warns_once(place, monkeypatch):
     """A module in the place of a Linear is reported once where the program is lowered for a GPU, elsewhere never."""
     module = block()
     parent, name = place.split(".")

@@ -61,7 +61,7 @@ def test_a_page_without_blocks_is_no_notebook():
     assert pages.to_notebook("# A page\n\n```py\nx\n```\n") == "# A page\n\n```py\nx\n```\n"
 
 
-def test_what_is_committed_between_markers_is_made_anew(monkeypatch):
+def test_text_between_markers_is_made_anew(monkeypatch):
     """A page says the same on a code host and on the site; a marker without an end is for the site alone."""
     monkeypatch.setitem(made.MADE, "twice", lambda x: x * 2)
     old = "<!-- made: twice a -->\n<!-- made: twice b -->\nold\n\nolder\n<!-- end of made -->\nafter\n"
@@ -199,7 +199,7 @@ def test_outputs_of_a_device_have_a_header(tmp_path):
     assert "gated_mlp" in body
 
 
-def test_what_is_not_stored_says_how_to_make_it(tmp_path, monkeypatch):
+def test_missing_device_output_names_the_make_target(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "DEVICE", tmp_path)
     assert "make docs-device" in pages.stored("numerics.txt")
     (tmp_path / "numerics.txt").write_text("device: x\n\nout\n")

@@ -125,7 +125,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     assert found.is_broken and "cannot be written" in found.text and "CODA_JAX_CACHE_DIR=" in found.mend
 
 
-def test_what_a_killed_doctor_left_is_no_finding(tmp_path):
+def test_leftovers_of_a_killed_doctor_are_no_finding(tmp_path):
     """Processes of several containers have one number."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / f"doctor.{os.getpid()}").touch()

@@ -134,7 +134,7 @@ def test_vit(act):
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])
-def test_what_transformers_saves(name, tmp_path):
+def test_files_of_transformers_load_like_its_state_dict(name, tmp_path):
     """The names in its files may be other ones than those in a state dict."""
     cls, config = {
         "bert": (transformers.BertForMaskedLM, transformers.BertConfig(**BERT)),

@@ -178,7 +178,7 @@ def index(acc):
         (index, "asks for the number that a traced value is", TypeError),
     ],
 )
-def test_what_python_asks_of_a_value_is_refused_at_the_users_line(f, asked, cause):
+def test_python_on_traced_values_is_refused_with_its_line(f, asked, cause):
     where = rf"test_epilogue_refusals.py:{f.__code__.co_firstlineno + 1} \({f.__name__}\)"
     with pytest.raises(NotTileLocalError, match=rf"^epilogue '{f.__name__}': .*{where} {asked}") as info:
         trace(f, ACC, ())
@@ -199,7 +199,7 @@ def test_a_variance_is_refused_and_two_sums_are_named(f):
         trace(lambda acc: f(acc, axis=1), ACC, ())
 
 
-def test_what_is_allowed_is_listed_for_unknown_operations_alone():
+def test_allowed_operations_are_listed_for_unknown_ones_alone():
     for name, (f, _) in REFUSED.items():
         with pytest.raises(NotTileLocalError) as info:
             trace(f, ACC, ())

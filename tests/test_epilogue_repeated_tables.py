@@ -172,7 +172,7 @@ def test_a_batch_shares_its_tables_in_one_product(batched, monkeypatch):
     assert [given[0], *given[2:]] == rows
 
 
-def test_what_is_no_repetition_of_rows():
+def test_tables_repeated_other_than_by_rows_are_refused():
     table = jnp.ones((ROWS, DIM))
 
     def joined(acc, table):

@@ -51,7 +51,7 @@ def optional_packages(path):
 
 
 @pytest.mark.parametrize("name", [*SHORT, *MODELS, "train_lm"])
-def test_what_is_missing_is_told_before_it_begins(name, monkeypatch):
+def test_missing_packages_are_named_before_imports(name, monkeypatch):
     """Before any import that takes a while; the page names the same packages."""
     path, page = FOLDER / f"{name}.py", FOLDER.parent / "docs" / "examples.md"
     packages = optional_packages(path)

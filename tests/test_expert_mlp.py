@@ -242,7 +242,7 @@ def test_kernels_on_a_gpu(monkeypatch, rows, width, hidden, count):
         assert spilled <= (64 if name == "expert_mlp_backward_0" else 0), name
 
 
-def test_what_is_kept():
+def test_only_the_preactivation_is_kept_beside_the_arguments():
     """u alone is kept beside the arguments: no hidden activation, no result, no weight in another dtype."""
     sizes = SIZES["unaligned"]
     x, *weights, row_scale = arguments(jnp.float32, sizes)

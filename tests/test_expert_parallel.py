@@ -173,7 +173,7 @@ def in_bfloat16(*arguments):
 
 
 @pytest.mark.parametrize("by_columns", [False, True])
-def test_what_fsdp_moves(by_columns):
+def test_fsdp_gathers_parameters_and_scatters_gradients_once(by_columns):
     """Parameters are gathered in the compute dtype and gradients scattered in their own, each once; tokens stay."""
     given = arrays(8, 3)
     given = [given[0].astype(jnp.bfloat16), *given[1:]]

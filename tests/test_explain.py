@@ -40,7 +40,7 @@ def test_on_a_hopper_gpu():
     assert re.fullmatch(kernel, line)
 
 
-def test_what_a_gpu_would_run_needs_no_nvrtc_here(tmp_path):
+def test_explain_and_lowering_need_no_nvrtc(tmp_path):
     """In a process that finds none, explain and lowering for CUDA say and make what they do elsewhere, in silence."""
     code = """
 import jax, jax.numpy as jnp
@@ -147,7 +147,7 @@ def test_names_that_no_variable_can_have():
 
 
 @needs_nvrtc
-def test_what_is_shown_is_what_is_compiled_but_for_names():
+def test_shown_source_compiles_to_the_same_code():
     """And the names are no part of a kernel's key: the same mathematics elsewhere is the same source."""
     functions = scaled_gate_again, lambda acc, s, b: scaled_gate_again(acc, s, b)
     shown = [source_of(f, RSTD, BIAS) for f in functions]

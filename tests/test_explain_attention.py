@@ -59,7 +59,7 @@ def test_costs_of_a_causal_mask():
 
 
 @needs_nvrtc
-def test_what_is_around_it():
+def test_attention_keeps_its_results_and_ends_passes():
     """y and the log-sum-exp are kept; passes end at it, and it is none."""
     found, _ = explained(gradient(is_causal=True), array(H), array(K), array(K))
     kept = {(one.name, one.array, one.maker) for one in found.kept if one.maker == "attention"}

@@ -84,7 +84,7 @@ def test_arguments_for_both_or_for_each():
     assert [one.kernels for one in by_name.columns] == [0, 1] and by_name.gib_of_chip == 141
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"arguments of its own: nobody takes \*args"):
         coda.compare((PLAIN_STEP, (PLAIN, X)), (OUR_STEP, (OURS, X)), X)
     with pytest.raises(TypeError, match="plain is a tuple; it must be a function and a tuple of its arguments"):
@@ -93,7 +93,7 @@ def test_what_is_refused():
         coda.compare(PLAIN_STEP, PLAIN_STEP, PLAIN, X, device="A100")
 
 
-def test_what_is_printed():
+def test_table_prints_the_counts_of_both():
     found = compared()
     plain, ours = found.columns
     assert cells(found, "products") == ("9", str(ours.products))
@@ -118,7 +118,7 @@ def test_passes_of_plain_jax_are_a_range():
     assert " to " not in "".join(cells(both_ours, "ms in all")) and "passes of plain JAX" not in str(both_ours)
 
 
-def test_what_has_no_time_is_said():
+def test_calls_without_a_known_time_are_counted():
     def attends(q, w):
         return jax.nn.dot_product_attention(q, q, q) @ w
 
@@ -131,7 +131,7 @@ def test_what_has_no_time_is_said():
     assert cells(found, "attention, calls") == ("2", "1")
 
 
-def test_what_has_no_time_is_named_and_its_like_is_left_out_of_the_other_total():
+def test_untimed_products_are_named_and_left_out_of_totals():
     """A product in float32 has none; with that in bfloat16 the other function's total would be of more work."""
 
     def step(dtype):
@@ -191,7 +191,7 @@ def test_small_numbers_and_several_devices():
     assert "are those of 2 devices together" in str(found)
 
 
-def test_what_fits():
+def test_fit_in_memory_is_true_false_or_unknown():
     def fits(gib, of_chip, is_compiled):
         return tool._fits(gib, of_chip, 1, is_compiled)
 

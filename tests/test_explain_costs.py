@@ -212,7 +212,7 @@ def test_the_parts_of_a_split_are_read_where_they_lie():
     assert sorted(one.bytes for one in found.passes) == [tile + row, 2 * tile + row, 3 * tile]
 
 
-def test_what_moves_nothing():
+def test_reshapes_and_casts_without_effect_move_nothing():
     """Reshapes, an axis of one, a cast to what is there, and one back to what was widened."""
 
     def f(x, w):
@@ -241,7 +241,7 @@ def test_an_array_that_chunks_fill_is_kept_entire(tokens):
     assert {f"bfloat16[{tokens},40]", "float32[40,136]"} <= {one.array for one in kept}
 
 
-def test_what_is_kept():
+def test_kept_arrays_have_bytes_makers_and_counts():
     m, n = 512, 256
 
     def layer(w, x):
@@ -262,7 +262,7 @@ def test_what_is_kept():
     assert coda.explain(loss, *types, device="H200").kept == {}
 
 
-def test_what_stands_alone():
+def test_scatters_sorts_and_reductions_are_passes():
     """A scatter moves its updates, a sort all; a reduction by a function of one's own is a reduction."""
 
     def f(x, i, w):

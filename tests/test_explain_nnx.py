@@ -76,7 +76,7 @@ jitted = nnx.jit(step)
 
 
 @pytest.mark.parametrize("form", [step, jitted, calls, returns_them], ids=["plain", "nnx.jit", "calls", "returns"])
-def test_what_a_step_leaves_in_its_model_is_a_result(form):
+def test_state_changed_by_a_step_is_a_result(form):
     nodes = made()
     found = coda.explain(form, *nodes, TOKENS, device="H100")
     assert sum(one.is_backward for one in found.attention_calls) and found.kernels > 20
@@ -122,7 +122,7 @@ def test_static_arguments_of_a_jitted_step():
     assert coda.explain(scaled, layer, jnp.ones((8, 64)), 3).others == 3
 
 
-def test_what_is_not_changed_is_no_result():
+def test_unchanged_state_is_no_result():
     model, _ = made()
     for wrapped in (lambda function: function, nnx.jit):
         loss = wrapped(lambda model, tokens: model.loss(tokens[:, :-1], tokens[:, 1:]))

@@ -123,7 +123,7 @@ def test_a_step_is_fused(name):
     assert sum(found.products.values()) >= 12 * 2 + 3
 
 
-def test_what_configurations_refuse():
+def test_bad_configurations_are_refused():
     for options, message in (
         ({"layer_types": ["local", FULL]}, "layer_types=.* it must be 'full_attention' or 'sliding_attention'"),
         ({"layer_types": [FULL]}, "for each of 2 layers"),

@@ -128,7 +128,7 @@ EXPERTS = layers.MoEConfig(
 )
 
 
-def test_what_layers_have():
+def test_configs_give_layers_windows_rotary_and_factors():
     assert [GEMMA.layer_window(i) for i in (0, 1)] == [3, None]
     assert [GEMMA.layer_rotary(i) for i in (0, 1)] == [(10.0, None), (100.0, LINEAR)]
     assert (GEMMA.embedding_factor, GEMMA.score_scale, GEMMA.soft_cap, GEMMA.logits_factor) == (4.0, 0.25, 30.0, 1.0)
@@ -366,12 +366,12 @@ def attention(**options):
         (lambda: dataclasses.replace(GEMMA, partial_rotary_factor=2), ValueError, "GemmaConfig: partial_rotary_f"),
     ],
 )
-def test_what_rotary_embeddings_refuse(call, error, message):
+def test_bad_rotary_embeddings_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
 
-def test_what_a_logarithm_does_not_divide_may_be_one():
+def test_original_length_one_is_allowed_without_a_logarithm():
     given = LONG | {"original_max_position_embeddings": 1}
     assert layers.LongRopeScaling(**given | {"attention_factor": 2.0}).amplitude == 2.0
     assert layers.LongRopeScaling(**given | {"factor": 1.0}).amplitude == 1.0

@@ -61,7 +61,7 @@ def test_a_maximum_beyond_the_range(axis):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-3 * float(jnp.abs(want).max()))
 
 
-def test_what_the_gradient_keeps():
+def test_gradient_keeps_acc_as_float32():
     """acc as float32, so that nothing overflows; an output that is acc in float32 serves as it."""
     a, b = jnp.ones((16, 8), F16), jnp.ones((8, 24), F16)
 

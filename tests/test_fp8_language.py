@@ -209,7 +209,7 @@ def test_derivative_of_saturate():
     same_bits(tangent, cast(np.full(7, 1.1) * np.isfinite(x), E5M2))
 
 
-def test_what_saturate_takes():
+def test_saturate_refuses_other_dtypes():
     with pytest.raises(TypeError, match="saturate: dtype = float16; it must be float8_e4m3fn or float8_e5m2"):
         coda.saturate(jnp.zeros(3), jnp.float16)
     with pytest.raises(TypeError, match="saturate: x is int32; it must be bfloat16, float16 or float32"):

@@ -169,7 +169,7 @@ def test_operands_have_gradients(residuals, stopped):
     np.testing.assert_allclose(batch[0], got, rtol=1e-4)
 
 
-def test_what_is_kept_is_bfloat16():
+def test_kept_preactivation_is_bfloat16():
     a, b = factors(16, 24, 32)
     _, pull = jax.vjp(lambda scale: squares(a, b, scale), jnp.float32(0.1))
     kept = [x.dtype for x in jax.tree.leaves(pull) if x.shape == (16, 24)]

@@ -59,7 +59,7 @@ def test_a_product_of_both_in_the_order():
     check(coda.contraction_order(A) @ coda.contraction_order(B, axis=0), A @ B)
 
 
-def test_what_the_order_takes():
+def test_contraction_order_refuses_bad_axes_and_sizes():
     with pytest.raises(ValueError, match="axis -1 has size 24; it must be a multiple of 16"):
         coda.contraction_order(jnp.zeros((3, 24)))
     with pytest.raises(ValueError, match=r"axis = 2; x has shape \(16, 16\)"):

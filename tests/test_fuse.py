@@ -81,7 +81,7 @@ def test_in_16_bits_a_model_is_as_near_to_float32_as_it_was(name):
 
 @pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
 @pytest.mark.parametrize("name", ["norms of products", "layer norms"])
-def test_what_a_function_rounds_passes_read_rounded(name, door):
+def test_passes_read_rounded_streams_in_bfloat16(name, door):
     """The stream that passes add norms to, or make norms of, is bfloat16 in the function, and so is its cotangent.
 
     With float32 in their place XLA moves 0.61 of the bytes that it moves where nothing is fused, or more.
@@ -676,7 +676,7 @@ def test_a_function_jitted_inside_of_a_fused_one_is_fused_alone_outside_of_it():
         assert [not one.reason for one in coda.fuse.report(pair[0], w, x).products] == [True, True]
 
 
-def test_what_a_report_says_of_a_fused_function_inside():
+def test_report_counts_products_inside_a_fused_function():
     w, x = plain_models.weights(), plain_models.inputs(jnp.bfloat16)
     w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
 

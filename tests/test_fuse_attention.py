@@ -134,7 +134,7 @@ def test_values_in_16_bits_are_as_near_as_those_of_plain_jax(name):
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_no_attention_is_left_with_a_reason(name):
+def test_lookalikes_of_attention_are_left_with_a_reason(name):
     spelling = LEFT[name]
     fused = coda.fuse(spelling.function)
     found, _ = calls(fused, *spelling.arguments)
@@ -143,7 +143,7 @@ def test_what_is_no_attention_is_left_with_a_reason(name):
 
 
 @pytest.mark.parametrize("name", ["entropy", "two sinks", "one query", "p + p^T"])
-def test_what_is_left_has_the_values_of_plain_jax(name):
+def test_lookalikes_of_attention_have_plain_jax_values(name):
     function, args, _ = LEFT[name]
     (plain, *others), fused = doors(function, args)
     assert not any(map(taken, fused))

@@ -200,7 +200,7 @@ def test_a_function_in_float32_is_the_one_that_casts_to_float32(form, dtype):
     assert not in_float32.narrow
 
 
-def test_what_has_a_kernel_of_its_own_runs_in_16_bits():
+def test_check_runs_library_kernels_in_16_bits():
     """In the dtypes that it was made for; a message says so."""
     w, x = normal(0, D, D), normal(1, 8, D)
 

@@ -193,7 +193,7 @@ def test_64_bits_beside_products_of_32():
         assert coda.fuse(lambda w, x, _: (x @ w["a"], 2**40, 0.1))(*args)[1:] == (2**40, 0.1)
 
 
-def test_what_is_in_64_bits_is_computed_in_64():
+def test_arrays_in_64_bits_are_computed_in_64_bits():
     def loss(w, x):
         s = w["s"] * jnp.sin(w["s"])  # it has several cotangents, and is kept
         y = jnp.tanh(x @ w["a"]).astype(jnp.float64) * jax.lax.stop_gradient(0 * s)
@@ -536,7 +536,7 @@ def test_a_network_of_convolutions_is_left(columns, is_fused):
     assert ("ten times the operations" not in one.reason) == is_fused
 
 
-def test_what_stands_between_calls_is_theirs():
+def test_attention_logits_stay_out_of_the_graph():
     """A soft cap and a softmax of attention's logits whose rows are in front; no epilogue could make them."""
 
     def f(w, x):

@@ -184,7 +184,7 @@ def test_linen(policy, is_scanned, door):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
 @pytest.mark.parametrize("policy", ["all", "dots"])
-def test_what_flax_scans_moves_and_keeps_what_jax_scans(policy, door, dtype):
+def test_flax_scan_costs_no_more_than_jax_scan(policy, door, dtype):
     """The functions of nnx are those of JAX once a module is its state."""
     layers = nnx.eval_shape(functools.partial(stacked, Block, dtype=dtype, rate=0.0))
     graph, state = nnx.split(layers)

@@ -111,7 +111,7 @@ def test_a_sharding_constraint_stays():
     assert "sharding_constraint" in str(jax.make_jaxpr(coda.fuse(f))(w, x))
 
 
-def test_what_stands_between_two_collectives_varies_as_it_did():
+def test_varying_axes_are_kept_between_collectives():
     def f(w, x):
         y = jax.lax.psum(x @ w, "data")
         return jax.lax.all_gather(jnp.tanh(y @ w), "data")
@@ -144,7 +144,7 @@ def beside_products():
 
 
 @pytest.mark.parametrize("f", [dense, head_loss])
-def test_what_varies_over_no_axis_stands_beside_what_does(f):
+def test_unvarying_and_varying_arrays_fuse_together(f):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     sums = f is head_loss
 
@@ -165,7 +165,7 @@ def test_what_varies_over_no_axis_stands_beside_what_does(f):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("f", [dense, head_loss])
-def test_what_stands_beside_products_over_explicit_axes(f, door):
+def test_arrays_over_explicit_axes_keep_values_and_shardings(f, door):
     w, *arrays = beside_products()
     plain = with_gradients(lambda *args: jnp.sum(jnp.sin(f(*args))))
     expected = jax.jit(plain)(w, *arrays)

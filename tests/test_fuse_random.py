@@ -216,7 +216,7 @@ _CAST_OVER_EXPLICIT_AXES = {
 @settings(3)
 @hypothesis.example(_CAST_OVER_EXPLICIT_AXES, "fuse(grad)")
 @hypothesis.given(beside, st.sampled_from(sorted(BESIDE_DOORS)))
-def test_what_stands_beside_products_is_traced_as_it_was(spec, door):
+def test_operations_beside_products_keep_shapes_and_dtypes(spec, door):
     results = traced_as_plain(spec, door)
     if results is not None:
         assert jax.tree.map(lambda x: (x.shape, x.dtype), results[0]) == jax.tree.map(
@@ -226,7 +226,7 @@ def test_what_stands_beside_products_is_traced_as_it_was(spec, door):
 
 @settings(1)
 @hypothesis.given(beside, st.sampled_from(sorted(BESIDE_DOORS)))
-def test_what_stands_beside_products_has_its_values(spec, door):
+def test_operations_beside_products_keep_their_values(spec, door):
     rounds = [name for name in spec["steps"] if name in ROUNDING]
     spec = spec | {"dtype": "float32", "steps": [name for name in spec["steps"] if name not in rounds]}
     results = traced_as_plain(spec, door, runs=True)

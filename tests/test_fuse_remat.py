@@ -116,7 +116,7 @@ def check(f, *args):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("body", BODIES)
-def test_what_a_policy_keeps_is_kept(body, policy):
+def test_policies_rerun_no_more_products_nor_keep_more_bytes(body, policy):
     dtype = jnp.bfloat16 if body in ("gated", "normed") else jnp.float32
     check(loss_of(jax.checkpoint(BODIES[body], policy=POLICIES[policy])), weights(dtype), inputs(dtype))
 
@@ -198,7 +198,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_what_holds_a_checkpoint_and_what_a_checkpoint_holds(name):
+def test_checkpoints_in_control_flow_rerun_no_more_products(name):
     f, args = loss_of(HOLDERS[name]), (weights(), inputs())
     (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)
     assert max(fused) <= own
@@ -246,7 +246,7 @@ OTHERS = {  # checkpoints of another policy, and products in front of what JAX c
 
 @pytest.mark.parametrize("policy", ["names_of_products", "names_behind_epilogues", "names_but_these"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_holds_other_checkpoints_is_made_again_once(name, policy):
+def test_nested_checkpoints_are_recomputed_once(name, policy):
     """A checkpoint keeps for its own backward pass what the policies around it keep, and makes it again of nothing."""
     f, args = loss_of(checkpointed(OTHERS[name], policy)), (weights(), inputs())
     (own, *fused), (bytes_of_jax, bytes_kept) = compared(f, *args)
@@ -310,7 +310,7 @@ def test_values_of_what_is_made_again(name, dtype):
     assert max(fused) <= 1.5 * own + 1e-5
 
 
-def test_what_is_offloaded_is_offloaded():
+def test_offloaded_residuals_stay_in_host_memory():
     f = loss_of(checkpointed(block, "offloaded_dots"))
 
     def bytes_in_host_memory(f):

@@ -83,7 +83,7 @@ def report_of(f, door):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("f", REASONS, ids=lambda f: f.__name__)
-def test_what_stays_a_pass_has_its_reason_its_bytes_and_its_line(f, door):
+def test_passes_have_a_reason_their_bytes_and_line(f, door):
     report = report_of(f, door)
     assert sum(count for count, _ in report.left.values()) == report.fused.totals.passes_bytes > 0
     counts = [count for count, _ in report.left.values()]

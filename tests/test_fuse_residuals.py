@@ -82,7 +82,7 @@ def test_stacked_arguments_are_read_where_they_lie():
     assert after == 5 * 4 * 4 * D * 2 < before  # what is carried, and the product
 
 
-def test_what_else_is_read_stays():
+def test_residuals_with_other_readers_stay():
     def f(w, x):
         def step(x, w):
             gate, up = jax.nn.silu(x @ w["gate"]), jnp.tanh(x @ w["up"])

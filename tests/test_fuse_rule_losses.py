@@ -268,7 +268,7 @@ def test_in_16_bits_it_is_as_near_to_float32(name, dtype, small_chunks):
 
 
 @pytest.mark.parametrize("name", ["plain", "with_aux", "not_linear"])
-def test_what_it_keeps_and_moves(name):
+def test_fused_losses_keep_and_move_fewer_bytes(name):
     shapes = (512, 8192), (4, 2048, 512), (4, 2048), (4, 2048)
     dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32
     args = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=True)]

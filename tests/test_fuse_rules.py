@@ -352,7 +352,7 @@ def test_in_16_bits_products_inside_of_a_rule_are_as_near_to_float32(dtype):
     assert error < 2 * plain + 1e-3
 
 
-def test_what_a_rule_with_products_moves_and_keeps():
+def test_rule_with_products_moves_half_and_keeps_as_much():
     args, f = types(), HOLDS_PRODUCTS["block"][0]
     found, plain = (explained(with_gradients(g(loss_of(f))), *args) for g in (coda.fuse, lambda f: f))
     assert (found.kernels, found.others) == (plain.others, 0)
@@ -379,7 +379,7 @@ def test_products_of_attention_in_a_rule_stay_with_their_reason():
     assert "custom_vjp_call" in str(jax.make_jaxpr(coda.fuse(f))(w, x))
 
 
-def test_what_a_policy_keeps_of_a_rule_it_keeps():
+def test_policies_keep_no_more_of_rules_than_jax():
     def loss(w, x):
         kept = jax.checkpoint(HOLDS_PRODUCTS["block"][0], policy=jax.checkpoint_policies.dots_saveable)
         return jnp.mean(jnp.square(jnp.tanh(kept(w, x))))

@@ -122,7 +122,7 @@ def test_layers_whose_elements_lie_apart_are_moved(door):
     assert largest_error(jax.jit(fused)(w, X), jax.jit(with_gradients(loss))(w, X)) < 1e-5
 
 
-def test_what_others_read_too_is_moved_once():
+def test_stacks_read_elsewhere_too_are_moved_once():
     def loss(w, x):
         layers = moved(w)
         return square(scanned(layers, x)) + jnp.sum(layers["gate"][0] * layers["gate"][1])

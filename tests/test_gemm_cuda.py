@@ -208,7 +208,7 @@ def test_shared_b_folds_the_batch_into_rows():
     ],
     ids=["batched b", "cooperative tile", "row vectors", "column sums", "row index"],
 )
-def test_what_does_not_fold_is_one_batched_call(epilogue, axes, operand):
+def test_unfoldable_batches_are_one_batched_call(epilogue, axes, operand):
     b = (3, K, N) if axes[1] == 0 else (K, N)
     lowered = text(
         jax.vmap(lambda a, b, x: coda.gemm(a, b, x, epilogue=epilogue), in_axes=axes), *typed((3, M, K), b, operand)

@@ -232,7 +232,7 @@ def keeps(kept, f, *operands, dtype=jnp.bfloat16, **options):
     return found == sorted([*kept, *((x.shape, x.dtype.name) for x in (a, b))])
 
 
-def test_what_the_gradient_keeps():
+def test_gradient_keeps_only_factors_that_it_reads():
     x, row, column = X[0].astype(jnp.bfloat16), ROW[0], COLUMN[0]
     tile, preactivation = ((M, N), "bfloat16"), ((M, N), "bfloat16")
     keep = jnp.arange(N) % 2 == 0

@@ -384,7 +384,7 @@ def test_padding_needs_no_room():
     assert bool(jnp.isfinite(logits).all()) and cache[0].length.tolist() == (LENGTHS + 1).tolist()
 
 
-def test_what_the_products_of_a_step_are_lowered_to():
+def test_step_products_are_kernels_where_rows_align():
     """The prompt's and, once, a step's, with one row a prompt; a row of 40 logits is a kernel's, one of 41 is not."""
     tokens = jax.ShapeDtypeStruct(PROMPTS.shape, jnp.int32)
     for vocab, reason in ((40, None), (41, "a row of 41 bfloat16 is 82 bytes")):
@@ -427,7 +427,7 @@ def test_no_weight_is_cast_in_the_loop(name):
     assert not kernels & {x.shape for x in outputs(body.replace(eqns=steps))}
 
 
-def test_what_is_hoisted():
+def test_hoist_takes_all_that_reads_invariants_alone():
     """All that reads the invariant and nothing that varies is hoisted, seen through jit and custom rules.
 
     Effects stay.

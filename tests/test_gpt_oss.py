@@ -106,7 +106,7 @@ def test_a_function_gets_the_sinks():
 
 
 @pytest.mark.parametrize("options", [{"soft_cap": 5.0}, {"implementation": "cudnn"}])
-def test_what_sinks_do_not_go_with(options):
+def test_sinks_refuse_soft_caps_and_cudnn(options):
     with pytest.raises(ValueError, match=r"sinks beside soft_cap=.*implementation=.*must be no soft cap"):
         layers.Attention(8, 2, use_sinks=True, **options, rngs=nnx.Rngs(0))
 
@@ -397,13 +397,13 @@ def test_numbers_of_parameters(billions, config):
         ({"residual_multiplier": 0.5}, r"residual_multiplier=0\.5; its models have none"),
     ],
 )
-def test_what_a_configuration_refuses(change, message):
+def test_bad_configurations_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **change)
 
 
 @pytest.mark.parametrize("change", [{"use_balance_bias": True}, {"norm_topk_prob": False}, {"qk_norm": True}])
-def test_what_has_no_place_in_a_checkpoint(change):
+def test_fields_without_a_place_in_config_json_are_refused(change):
     (name,) = change
     with pytest.raises(ValueError, match=rf"GptOssConfig has no place in a config.json of gpt_oss.*{name}="):
         config_to_hf(dataclasses.replace(CONFIG, **change))

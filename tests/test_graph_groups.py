@@ -1,4 +1,4 @@
-"""A graph of products of rows in groups: an expert feed-forward, as by hand."""
+"""A graph of products of rows in groups: an expert feed-forward, as coda.expert_mlp has it."""
 
 import collections
 
@@ -30,7 +30,7 @@ def experts(x, up, down, sizes, weights):
     return Product(scaled, down, groups=sizes)
 
 
-def by_hand(x, up, down, sizes, weights):
+def with_expert_mlp(x, up, down, sizes, weights):
     return coda.expert_mlp(x, up, down, sizes, row_scale=weights[:, 0])
 
 
@@ -55,38 +55,45 @@ def graph():
 def test_values_and_gradients(graph, sizes):
     """Also where rows are in no group."""
     args = arguments(sizes)
-    assert_close(jax.jit(graph)(*args), [by_hand(*args)], 1e-5)
-    found, want = (jax.jit(jax.grad(total(f), DIFFERENTIATED))(*args) for f in (graph, by_hand))
+    assert_close(jax.jit(graph)(*args), [with_expert_mlp(*args)], 1e-5)
+    found, want = (jax.jit(jax.grad(total(f), DIFFERENTIATED))(*args) for f in (graph, with_expert_mlp))
     assert_close(found, want, 1e-4)
 
 
 def test_the_plain_form(graph):
     args = arguments()
     known = dict(zip(graph.leaves, args, strict=True))
-    assert_close(evaluate(graph.outputs, known, jnp.float32), [by_hand(*args)], 1e-5)
+    assert_close(evaluate(graph.outputs, known, jnp.float32), [with_expert_mlp(*args)], 1e-5)
     dout = Leaf((ROWS, D), jnp.float32)
     found = cotangents_of(graph.outputs, [dout], list(graph.leaves))
     assert found[3] is None
-    known[dout] = jnp.cos(by_hand(*args))
+    known[dout] = jnp.cos(with_expert_mlp(*args))
     made = evaluate([x for x in found if x is not None], known, jnp.float32)
-    assert_close(made, list(jax.grad(total(by_hand), DIFFERENTIATED)(*args)), 1e-4)
+    assert_close(made, list(jax.grad(total(with_expert_mlp), DIFFERENTIATED)(*args)), 1e-4)
 
 
-def test_its_products_are_as_by_hand(graph):
+def test_its_products_are_those_of_expert_mlp(graph):
     args = arguments()
 
-    def described(f):
+    def summary(f):
         equations, _ = equations_of(jax.grad(total(f), DIFFERENTIATED), *args)
-        specs = [one.params["spec"] for one, _ in equations if one.primitive in PRIMITIVES]
+        specs = [equation.params["spec"] for equation, _ in equations if equation.primitive in PRIMITIVES]
         kinds = (collections.Counter(operand.kind.word for operand in spec.program.operands) for spec in specs)
         return [
-            (instructions(spec.program), spec.ragged, spec.transpose_a, spec.transpose_b, of, len(spec.program.stores))
-            for spec, of in zip(specs, kinds, strict=True)
+            (
+                instructions(spec.program),
+                spec.ragged,
+                spec.transpose_a,
+                spec.transpose_b,
+                operand_kinds,
+                len(spec.program.stores),
+            )
+            for spec, operand_kinds in zip(specs, kinds, strict=True)
         ]
 
-    (up, down, *backward), (up_by_hand, down_by_hand, *backward_by_hand) = described(graph), described(by_hand)
-    assert backward == backward_by_hand and len(backward) == 4
-    assert up[0] + down[0] == up_by_hand[0] + down_by_hand[0]  # the weight is multiplied a product earlier
+    (up, down, *backward), (expected_up, expected_down, *expected_backward) = summary(graph), summary(with_expert_mlp)
+    assert backward == expected_backward and len(backward) == 4
+    assert up[0] + down[0] == expected_up[0] + expected_down[0]  # the weight is multiplied a product earlier
     assert [x.shape for x in graph.derivative().kept] == [(ROWS, 2 * F)]
 
 

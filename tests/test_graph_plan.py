@@ -123,7 +123,7 @@ def test_an_epilogue_is_no_longer_than_it_may_be():
     assert plan.by_xla == [y] and plan.steps[0].stores == [maps[count - 1]]
 
 
-def test_what_no_epilogue_can_do_is_a_pass():
+def test_maps_beyond_epilogues_are_passes():
     x, w, v = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32), Leaf((F, D), jnp.float32)
     soft = mapped(lambda z: jax.nn.softmax(z, axis=1), Product(x, w))
     y = Product(soft, v)
@@ -164,7 +164,7 @@ def test_a_vector_lies_along_rows_or_columns(n):
     assert_close(out, product * product.sum(axis=1)[:, None] + product.sum(axis=0), 1e-5)
 
 
-def test_what_a_pullback_alone_reads():
+def test_norm_with_a_known_statistic_sends_gradients_to_x():
     """A norm whose statistic is known: its map reads the sums alone, and its gradients go to x."""
 
     def block(x, sumsq, w):

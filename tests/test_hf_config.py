@@ -256,7 +256,7 @@ def test_a_setting_that_ours_do_not_have(case):
     assert isinstance(config_from_hf(settings, ignore=[remedy]), LlamaConfig | GPT2Config)
 
 
-def test_what_is_ignored_of_rope_parameters():
+def test_ignored_rope_parameters_still_give_rope_theta():
     """Not rope_theta, which transformers 5 writes nowhere else."""
     settings = {"model_type": "llama", "rope_parameters": {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}}
     config = config_from_hf(settings, ignore=("rope_parameters",))

@@ -194,7 +194,7 @@ def test_calibrated_scales_are_those_of_the_tensors():
 
 
 @pytest.mark.smoke
-def test_what_is_clipped_is_told():
+def test_saturated_names_the_history_that_clipped():
     model = llama(DELAYED)
     fp8.calibrate(model, loss)
     of_first = model.layers[0].mlp.gate_up_history
@@ -224,7 +224,7 @@ def test_a_cotangent_is_clipped_by_the_scale_of_its_own_dtype():
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("size, is_clipped", [(4.0, False), (100.0, True)])
-def test_what_is_clipped_in_microbatches_is_told(size, is_clipped, steps):
+def test_saturated_sees_clipping_in_microbatches(size, is_clipped, steps):
     """Their maxima add up to 16, beyond the range of 14; none of them is beyond it, but where one is 100."""
     layer = layers.Linear(16, 16, fp8=dataclasses.replace(DELAYED, history=steps), rngs=nnx.Rngs(0))
     layer.fp8_history[...] = jnp.ones((2, steps))

@@ -111,7 +111,7 @@ def test_tabulate(name):
         assert "layers/1/mlp " in table
 
 
-def test_what_a_table_says_of_streams():
+def test_tabulate_shows_the_arrays_of_a_stream():
     module, args, kwargs = CALLS["Linear"]()
     table = nnx.tabulate(module, *args, **kwargs, console_kwargs={"force_terminal": False, "width": 200})
     assert "residual:" in table and "mean: float32[2,8]" in table and "sumsq: float32[2,8]" in table
@@ -148,7 +148,7 @@ def test_pytrees(value):
     ],
     ids=lambda f: type(f).__name__ if isinstance(f, nnx.Module) else f.__name__,
 )
-def test_what_wants_an_array_says_how_to_get_one(function, value):
+def test_streams_as_arrays_are_refused_with_a_hint(function, value):
     with pytest.raises(TypeError, match=rf"{type(value).__name__}.*\.array\(\)"):
         function(value)
     function(value.array())

@@ -178,7 +178,7 @@ class Counting(nnx.Module):
         return self.dropout(x @ self.weight[...])
 
 
-def test_what_layers_write_is_kept():
+def test_state_written_by_layers_is_kept():
     @nnx.jit
     def step(stack, x):
         return nnx.value_and_grad(lambda stack: jnp.sum(run_layers(stack, x) ** 2))(stack)

@@ -106,7 +106,7 @@ def test_a_call_reaches_the_kernel_in_few_steps(call, steps, last, products, mon
 
 
 @pytest.mark.smoke
-def test_what_is_kept_for_the_backward_pass():
+def test_backward_pass_keeps_stream_gate_and_up_alone():
     """The residual stream, and gate and up rounded; not the hidden activation, no norm, no float32 (M, N)."""
     dtype = jnp.bfloat16
     mlp = layers.GatedMLP(64, 96, dtype=dtype, rngs=nnx.Rngs(0))

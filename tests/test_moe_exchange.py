@@ -245,7 +245,7 @@ def test_a_limited_buffer_drops_and_counts(receive_rows):
 
 
 @pytest.mark.parametrize(("platform", "ragged", "blocks"), [("cuda", 6, 0), ("tpu", 6, 0), ("cpu", 0, 6)])
-def test_what_each_platform_sends_by(platform, ragged, blocks):
+def test_exchange_is_ragged_on_accelerators_and_blocked_on_cpu(platform, ragged, blocks):
     """Rows and their weights out and the result back, and the same in the backward pass."""
     run = with_gradients(of_devices(mesh_of(4)))
     text = run.trace(*arrays(16, 2, 8)).lower(lowering_platforms=(platform,)).as_text()

@@ -112,7 +112,7 @@ def test_names_of_parameters():
 
 @pytest.mark.parametrize(("scan", "sent"), [(False, 2 * 6), (True, 6 + 2)], ids=["list", "scan"])
 @pytest.mark.slow
-def test_what_a_step_sends(scan, sent):
+def test_step_sends_rows_weights_and_cotangents_alone(scan, sent):
     """Rows there and back, their weights there, and the cotangents of all; twice the same bits.
 
     A scan has one layer, and under remat its backward pass sends rows and weights again.

@@ -44,7 +44,7 @@ def elements(tree):
 
 @pytest.mark.parametrize("of", [lambda params: params, nnx.as_pure, pure], ids=["variables", "arrays", "dictionaries"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_muon_takes(name, of):
+def test_muon_takes_matrices_and_adam_the_rest(name, of):
     params = of(nnx.state(nnx.eval_shape(MODELS[name]), nnx.Param))
     state = jax.eval_shape(of_the_layers().init, params).inner_states
     taken, rest = elements(state["muon"].inner_state[0].mu), elements(state["adam"].inner_state[0].mu)

@@ -293,7 +293,7 @@ def test_each_device_has_its_share(kind, tmp_path):
 
 
 @needs_nvrtc
-def test_what_runs_on_a_gpu():
+def test_muon_iteration_is_three_kernels_per_group():
     """Three kernels an iteration and group, whatever the parameters' dtype; in float32 none."""
     params = {
         name: jax.ShapeDtypeStruct((4, 256, 512) if name == "stack" else (256, 512), jnp.float32)
@@ -314,7 +314,7 @@ def test_what_runs_on_a_gpu():
     assert count(precision="float32") == 0
 
 
-def test_what_is_refused():
+def test_bad_options_and_matrices_are_refused():
     params = {"x": jnp.ones((4, 4))}
     for options, match in (
         ({"precision": "float64"}, "precision = 'float64'; it must be one of 'bfloat16', 'float16', 'float32'"),

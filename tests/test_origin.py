@@ -151,7 +151,7 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("case", IGNORED)
-def test_what_was_ignored_is_written_again(case):
+def test_ignored_settings_are_written_again(case):
     """But for what fields of the config say. `...`: no such key."""
     model_type, more, expected = IGNORED[case]
     settings = {"model_type": model_type, **more}
@@ -164,7 +164,7 @@ def test_what_was_ignored_is_written_again(case):
     )
 
 
-def test_what_was_ignored_is_not_read(tmp_path):
+def test_ignored_settings_are_not_read(tmp_path):
     path = folder_of(MODELS["llama"](), tmp_path / "a", {"eos_token_id": 61, "pad_token_id": 62}, None)
     model = load_hf_folder(path, ignore=("eos_token_id",))
     assert model.end_tokens == () and load_hf_folder(path).end_tokens == (61,)

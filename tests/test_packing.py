@@ -193,7 +193,7 @@ def test_another_attention_gives_the_same(function):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_function_is_given():
+def test_attention_functions_get_masks_windows_and_segments():
     given = {}
 
     def attention(q, k, v, *, segment_ids, **options):

@@ -309,7 +309,7 @@ def test_a_gradient_where_rows_are_two_axes_that_are_cut():
     assert found == {"all-reduce": 1}
 
 
-def test_what_a_part_cannot_have_is_an_error_where_the_kernel_was_asked_for():
+def test_parts_too_narrow_for_the_asked_kernel_are_refused():
     a, b = A.astype(jnp.bfloat16), B[:, :8].astype(jnp.bfloat16)  # 8 columns, 4 on a device: 8 bytes
 
     def multiply(a, b):

@@ -121,7 +121,7 @@ def test_collectives_that_leave_a_host():
     assert "leave a host" not in str(plan_costs(LLAMA_3_8B, tokens=8192, mesh={"fsdp": 8}))
 
 
-def test_what_is_kept_has_its_dtype():
+def test_states_are_counted_in_their_own_dtypes():
     whole = plan_costs(LLAMA_3_8B, tokens=1024, mesh={"fsdp": 8}, tflops=650)
     assert whole.gib["optimizer"] == 2 * whole.gib["parameters"] == 2 * whole.gib["gradients"]
     assert "parameters 3.7 (float32), gradients 3.7 (float32), optimizer 7.5 (2 x float32)" in str(whole)
@@ -205,7 +205,7 @@ def test_the_heads_chunk_is_the_operators(tokens, vocabulary, features):
     assert cut == found + 4 * features * vocabulary
 
 
-def test_what_remat_keeps():
+def test_remat_counts_kept_bytes_and_products_run_again():
     """A layer runs again what it does not keep, from gathered weights."""
     given = {"tokens": 16384, "mesh": {"fsdp": 8}, "tflops": 650}
     plain = plan_costs(LLAMA_3_8B, **given)
@@ -231,7 +231,7 @@ def test_what_remat_keeps():
 
 
 @pytest.mark.parametrize("policy", ["full", "save_qkv", "save_attention"])
-def test_what_remat_keeps_is_what_explain_finds(policy):
+def test_bytes_that_remat_keeps_are_those_of_explain(policy):
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=256, num_key_value_heads=2, **sizes)
     model = nnx.eval_shape(lambda: Llama(config, remat=policy, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))

@@ -154,7 +154,7 @@ def test_values_gradients_and_programs(name):
 
 
 @pytest.mark.parametrize("name", STAYS)
-def test_what_stays(name):
+def test_cheap_or_tile_arithmetic_stays_in_the_epilogue(name):
     epilogue, shapes, kinds, stayed = STAYS[name]
     args = arrays(shapes)
     check(program_of(product(epilogue), *args), kinds, stayed=stayed)

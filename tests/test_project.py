@@ -154,6 +154,6 @@ def test_project(dtype):
         ((coda.rms_norm(X, jnp.ones(K)), W), {}, TypeError, r"norm_projection applies a norm"),
     ],
 )
-def test_what_project_refuses(arguments, options, error, message):
+def test_bad_arguments_are_refused(arguments, options, error, message):
     with pytest.raises(error, match=message):
         coda.project(*arguments, **options)

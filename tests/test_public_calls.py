@@ -207,7 +207,7 @@ def test_losses_with_every_option():
     jax.tree.map(close, *run(kernel))
 
 
-def test_what_libraries_of_layers_take():
+def test_extend_offers_sums_and_pytrees_to_layers():
     y = extend.add_residual(X[0], residual=X[1], bias=SCALE)
     close(y, X[0] + X[1] + SCALE)
     close(extend.add_residual_sumsq(X[0], residual=X[1], bias=SCALE)[1], jnp.sum(y * y, axis=1))

@@ -193,17 +193,17 @@ def told(found):
     return "\n".join(f"{name}: {'; '.join(of_one)}" for name, of_one in found.items())
 
 
-def test_what_is_on_record_works():
+def test_recorded_names_and_keywords_still_work():
     found = compared(lambda recorded, now: [] if recorded is None else problems(recorded, now))
     assert not found, told(found)
 
 
-def test_what_is_public_is_on_record():
+def test_public_names_are_on_record():
     missing = compared(lambda recorded, now: [] if now is None else additions(recorded, now))
     assert not missing, told(missing) + "\n`python -m tests.test_public_names` adds it"
 
 
-def test_what_documents_import_is_on_record():
+def test_names_imported_by_documents_are_on_record():
     record = json.loads(RECORD.read_text())
     unknown = []
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]:

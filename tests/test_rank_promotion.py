@@ -123,7 +123,7 @@ def test_lowering_for_a_gpu(name):
         jax.jit(_gradient(run)).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
-def test_what_f_promotes_is_jax_error():
+def test_promotion_inside_an_epilogue_raises_jax_error():
     with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match=r"could not be broadcast.*rank"):
         run, shapes = _gemm(lambda acc, row: acc + row, (HIDDEN,))
         run(*(normal(i, *shape) for i, shape in enumerate(shapes)))

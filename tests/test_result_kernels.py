@@ -117,12 +117,12 @@ def turned_heads(acc):
         (lambda acc: saturated(acc), E4M3, {"n": 264}, "TMA addresses multiples of 16"),
     ],
 )
-def test_what_has_no_kernel(epilogue, out_dtype, sizes, rule):
+def test_unsupported_results_have_a_reason(epilogue, out_dtype, sizes, rule):
     assert rule in reason(epilogue, out_dtype, **sizes)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_has_a_kernel():
+def test_transposed_and_8_bit_results_have_a_kernel():
     assert reason(lambda acc: (ordered(saturated(acc).T), jnp.max(acc)), (E4M3, F32)) is None
     assert reason(lambda acc: (acc.astype(E5M2), acc.T), (E5M2, BF16)) is None
 

@@ -88,7 +88,7 @@ def test_rules(axes, rules, sizes, shape, expected):
     assert sharding.spec_of(axes, rules, mesh=mesh_of(**sizes), shape=shape) == expected
 
 
-def test_what_flax_s_context_says():
+def test_flax_axis_rules_context_sets_the_specs():
     with nnx.logical_axis_rules(sharding.normalized(sharding.FSDP)):
         assert sharding.spec_of(("embed", "mlp")) == P("fsdp", None)
         specs = by_path(sharding.parameter_specs(MODELS["llama"]()))

@@ -183,7 +183,7 @@ def test_on_a_mesh(plan, kind):
 
 
 @pytest.mark.parametrize("remat, again", [("save_attention", 0), ("full", 2)])
-def test_what_remat_computes_again(remat, again):
+def test_remat_reruns_attention_only_without_its_result(remat, again):
     """The policy that keeps attention's result keeps its sums too: attention runs forward once."""
     graph, state = nnx.split(made(remat=remat), nnx.Param)
     step = jax.grad(lambda state, tokens: loss(nnx.merge(graph, state), tokens))

@@ -70,7 +70,7 @@ def test_pieces_of_a_factor_are_told_as_such():
 
 
 @needs_nvrtc
-def test_what_is_no_fallback_passes():
+def test_kernels_and_asked_xla_forms_pass_strict_mode():
     with coda.strict():
         kernel = lower(coda.gemm, *(x.update(dtype=jnp.bfloat16) for x in (A, B)))
         asked = lower(lambda a, b: coda.gemm(a, b, implementation="xla"), A, B)

@@ -108,7 +108,7 @@ def test_a_batch_does_not_become_rows():
     np.testing.assert_array_equal(found, jnp.stack([matrix, 2 * matrix]))
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     x = normal(N, K)
     for match, of in {
         "must be a matrix": lambda: coda.symmetric_gemm(x[None], x),

@@ -169,7 +169,7 @@ def test_a_run_killed_while_it_saves_and_on_a_full_disk_resumes_to_the_same_resu
     assert not list((tmp_path / "checkpoints").glob("*tmp*"))
 
 
-def test_what_a_finished_run_shows(undisturbed):
+def test_finished_run_shows_sample_losses_and_kernels(undisturbed):
     out, output = undisturbed
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     step, bits = re.search(
@@ -213,7 +213,7 @@ def test_the_best_checkpoint_is_sampled_and_judged(tmp_path, monkeypatch, capsys
         (tmp_path / ".lock").unlink()  # this process still has it
 
 
-def test_what_ran_names_the_fused_kernels():
+def test_run_report_names_the_fused_kernels():
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = Llama(LlamaConfig(vocab_size=64, **sizes), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     graph, params = nnx.split(model)

@@ -93,7 +93,7 @@ def bytes_a_device(tree):
 
 @pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_what_each_device_holds_under_fsdp(name, monkeypatch):
+def test_fsdp_cuts_parameters_and_moments_by_four(name, monkeypatch):
     """Parameters and moments are cut by four; norms, which are vectors, and counts are all that each device has."""
     if name == "adamw":
         monkeypatch.setattr(trainers, "make_optimizer", lambda settings: optax.adamw(1e-3))

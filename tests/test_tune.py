@@ -154,7 +154,7 @@ def test_consumers_share_a_tile_where_products_are_long_and_the_epilogue_is_shor
 
 @needs_nvrtc
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_kept_takes_no_more_energy_times_time(table, seed):
+def test_tuned_config_costs_no_more_energy_times_time(table, seed):
     random = np.random.default_rng(seed)
 
     def seconds(work):
