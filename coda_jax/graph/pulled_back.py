@@ -357,7 +357,7 @@ def _of_vector(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> di
     if _is_maximum(value) and isinstance(inputs[0], Pieces):
         return {i: in_pieces(jaxpr, [part], bind)[0] for i, part in zip(of, inputs[0].parts, strict=True)}
     (x,) = in_pieces(jaxpr, inputs, bind)
-    parts = x.parts if isinstance(x, Pieces) else [x]
+    parts: Sequence[Any] = x.parts if isinstance(x, Pieces) else [x]
     if len(parts) != len(of):
         raise _NotJoined
     return dict(zip(of, parts, strict=True))
