@@ -1,5 +1,8 @@
 """For libraries of layers: what `flax_layers` uses beside the operators."""
 
+import typing as _typing
+import warnings as _warnings
+
 from coda_jax.attend.choose import prefers_cudnn as prefers_cudnn
 from coda_jax.attend.primitive import CONTEXT_NAME as CONTEXT_NAME
 from coda_jax.epilogue.call_site import hide as hide_frames
@@ -22,7 +25,7 @@ from coda_jax.operators.stream import array as array
 from coda_jax.primitives.columns import halves_apart as halves_apart
 from coda_jax.primitives.columns import halves_joined as halves_joined
 from coda_jax.primitives.columns import in_heads as in_heads
-from coda_jax.primitives.fallbacks import noted as noted
+from coda_jax.primitives.fallbacks import with_fallback_note as with_fallback_note
 from coda_jax.primitives.layout import spec_of_sum as spec_of_sum
 from coda_jax.primitives.mesh_types import constrained as constrained
 from coda_jax.primitives.mesh_types import explicit_axes as explicit_axes
@@ -56,7 +59,6 @@ __all__ = [
     "int32_labels",
     "joined",
     "norm_value",
-    "noted",
     "placed",
     "placed_alike",
     "prefers_cudnn",
@@ -67,5 +69,15 @@ __all__ = [
     "stored",
     "vary",
     "varying_axes",
+    "with_fallback_note",
     "without_axes",
 ]
+
+_RENAMED = {"noted": "with_fallback_note"}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'coda_jax.extend' has no attribute {name!r}")
+    _warnings.warn(f"coda_jax.extend.{name} is {_RENAMED[name]} now", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

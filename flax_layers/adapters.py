@@ -15,7 +15,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import add_residual, array
 from flax_layers.as_block import check_residual
 from flax_layers.fp8 import History
-from flax_layers.linear import added, is_linear, mapped_together
+from flax_layers.linear import added, apply_as_one_product, is_linear
 from flax_layers.project import project
 from flax_layers.residual import Sum
 
@@ -99,21 +99,21 @@ def have_kernels(*layers: Any) -> bool:
     return all(is_linear(layer) or LowRank.of(layer) is not None for layer in layers)
 
 
-def mapped(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda.Value) -> Any:
+def apply(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda.Value) -> Any:
     """layer(x) for a Linear or a module in its place; for a value it is a Linear or an adapter of one."""
     if not isinstance(x, coda.Value):
         return layer(x if is_linear(layer) else array(x))
     if is_linear(layer):
-        return mapped_together([layer], x)
+        return apply_as_one_product([layer], x)
     adapter = LowRank.of(layer)
     assert adapter is not None
-    return adapter.added(adapter.inner(x), mapped_together([adapter], x))
+    return adapter.added(adapter.inner(x), apply_as_one_product([adapter], x))
 
 
-def joined(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
+def apply_and_add(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
     """layer(x) [+ residual] for a Linear or a module in its place."""
     if residual is None:
-        return mapped(layer, x)
+        return apply(layer, x)
     if is_linear(layer):
         return added(layer, x, residual)
     y = layer(x)

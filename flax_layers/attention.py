@@ -17,7 +17,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
 from coda_jax.extend import explicit_cuts, in_heads, in_whole_heads
 from flax_layers import on_values
-from flax_layers.adapters import LowRank, have_kernels, joined, mapped
+from flax_layers.adapters import LowRank, apply, apply_and_add, have_kernels
 from flax_layers.as_block import called
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
@@ -274,7 +274,7 @@ class Attention(nnx.Module):
         q, k, v = self._query_key_value(x, angles, keys_values)
         q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
         y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias, self._sinks())
-        out = joined(self.out, apart(y, reason), target)
+        out = apply_and_add(self.out, apart(y, reason), target)
         return out if cache is None else (out, cache)
 
     def _linears(self) -> list[Any]:
@@ -313,8 +313,8 @@ class Attention(nnx.Module):
             blocks: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, keys_values, dtype=dtype)
             return blocks
         if keys_values is not None:
-            return [self._normed(mapped(self.query, x), self.q_norm), *keys_values]
-        zs = [mapped(layer, x) for layer in layers]
+            return [self._normed(apply(self.query, x), self.q_norm), *keys_values]
+        zs = [apply(layer, x) for layer in layers]
         columns = zs if self.separate_qkv else jnp.split(zs[0], self._ends, axis=-1)
         columns = [self._normed(y, norm) for y, norm in zip(columns, (self.q_norm, self.k_norm, None), strict=True)]
         q, k, v = (in_heads(y, self.head_dim) for y in columns)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers import on_values
-from flax_layers.adapters import mapped
+from flax_layers.adapters import apply
 from flax_layers.as_block import called
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
@@ -160,5 +160,5 @@ class CrossAttention(Attention):
             dtype = dtype_of_products(layers, context)
             result: list[jax.Array] = called(self, on_values.key_value, context, None, dtype=dtype)
             return result
-        k, v = (mapped(layer, context) for layer in layers)
+        k, v = (apply(layer, context) for layer in layers)
         return [self._normed(k, self.k_norm), v]

@@ -41,7 +41,7 @@ def product(
     return fused_product(x, values, keep_weights=keeps_weights(), recipe=fp8, history=maxima)
 
 
-def mapped_together(layers: Sequence[Any], x: coda.Value) -> Any:
+def apply_as_one_product(layers: Sequence[Any], x: coda.Value) -> Any:
     """The concatenated results of Linears, as one product."""
     y = product(x, [layer.kernel[...] for layer in layers], *_rounding(layers))
     if all(layer.bias is None for layer in layers):
@@ -123,7 +123,7 @@ class Linear(nnx.Module):
         """
         target = Sum.of(residual, x)
         if isinstance(x, coda.Value):
-            return mapped_together([self], x)
+            return apply_as_one_product([self], x)
         if isinstance(x, DeferredNorm) or self.fp8 is not None:
             return _in_block(self, x, target)
         if target is not None:
@@ -139,7 +139,7 @@ def _in_block(layer: Linear, x: Any, residual: Sum | None) -> Any:
 
 
 def _lines(layer: Linear, x: Any) -> Any:
-    return mapped_together([layer], x).named("norm_projection")  # of `flax_layers.remat`
+    return apply_as_one_product([layer], x).named("norm_projection")  # of `flax_layers.remat`
 
 
 def added(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:

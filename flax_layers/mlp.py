@@ -16,7 +16,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import halves_apart, placed_alike
 from flax_layers import on_values
 from flax_layers.activation import Activation, activation_of
-from flax_layers.adapters import joined, mapped
+from flax_layers.adapters import apply, apply_and_add
 from flax_layers.as_block import called
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.fp8 import history_of
@@ -58,17 +58,17 @@ class _FeedForward(nnx.Module):
         if why_not_linears(self, self._ups()) is None:
             hidden = called(self._in_block(), _hidden_lines, x, None, dtype=dtype_of_products([self], x))
         else:
-            zs = [mapped(up, x) for up in self._ups()]
+            zs = [apply(up, x) for up in self._ups()]
             wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
             hidden = constrain(self._activated(wide).astype(zs[0].dtype), *HIDDEN)
-        return joined(self.down, apart(hidden, reason), target)
+        return apply_and_add(self.down, apart(hidden, reason), target)
 
     def _linears(self) -> list[Any]:
         """The modules that stand in the place of Linears."""
         return [*self._ups(), self.down]
 
     def _on_value(self, x: Any) -> Any:
-        return mapped(self.down, on_values.hidden(self._hidden(x)))
+        return apply(self.down, on_values.hidden(self._hidden(x)))
 
     def _in_block(self) -> Any:
         """The layer as its block reads it."""

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import coda_jax as coda
-from coda_jax.extend import Head, array, heads_apart, heads_turned, in_heads, noted
-from flax_layers.adapters import have_kernels, mapped
+from coda_jax.extend import Head, array, heads_apart, heads_turned, in_heads, with_fallback_note
+from flax_layers.adapters import apply, have_kernels
 from flax_layers.fp8 import History
-from flax_layers.linear import Linear, is_linear, mapped_together, product
+from flax_layers.linear import Linear, apply_as_one_product, is_linear, product
 from flax_layers.remat import QKV, named
 from flax_layers.sharding import STREAM, activation_spec, constrain
 
@@ -92,7 +92,7 @@ def apart(x: jax.Array, reason: Reason) -> jax.Array:
         f"{reason.text}: its layer is not one block. Its products are kernels all the same, but norm, rotary, "
         "activation or their backward passes are passes of XLA's around them"
     )
-    return noted(x, "flax_layers", message, reason.remedy)
+    return with_fallback_note(x, "flax_layers", message, reason.remedy)
 
 
 class Angles(NamedTuple):
@@ -157,11 +157,11 @@ def gated(
       fp8, history: of the kernel's product; layers have their own.
     """
     if isinstance(gate_up, nnx.Module):
-        z = mapped(gate_up, x)
+        z = apply(gate_up, x)
     elif not isinstance(gate_up, tuple):
         z = _with_sharded_halves(product(x, [gate_up[...]], fp8, history))
     else:  # one of them is an adapter: other pairs of layers have one kernel here
-        gate, up = (hidden(mapped(layer, x)).named(_HIDDEN_NAME) for layer in gate_up)
+        gate, up = (hidden(apply(layer, x)).named(_HIDDEN_NAME) for layer in gate_up)
         return gate.map(lambda gate, up: activation(gate) * up, up)
     return z.named(_HIDDEN_NAME).map(coda.gated(activation))
 
@@ -175,7 +175,7 @@ def _with_sharded_halves(z: Any) -> Any:
 def activated(x: Any, up: Any, activation: Callable[[jax.Array], jax.Array]) -> Any:
     """activation(up(x)); without adapters the bias is added after the array that is kept."""
     if not is_linear(up) or up.bias is None:
-        return hidden(mapped(up, x)).named(_HIDDEN_NAME).map(activation)
+        return hidden(apply(up, x)).named(_HIDDEN_NAME).map(activation)
     z = hidden(product(x, [up.kernel[...]], up.fp8, up.fp8_history)).named(_HIDDEN_NAME)
     return z.map(lambda z, bias: activation(z + bias[None, :]), up.bias[...])
 
@@ -193,14 +193,14 @@ def query_key_value(layer: Any, x: Any, angles: Angles, keys_values: Sequence[An
     tables: Any = () if angles.cos is None else tuple(map(x._trace.value, angles))
     (q_scale, k_scale), head = _norms_of_heads(layer, x)
     if keys_values is not None:
-        q = _over_width(layer, mapped(layer.query, x), layer.q_norm)
+        q = _over_width(layer, apply(layer.query, x), layer.q_norm)
         heads = [heads_turned(q, tables, q_scale, head), *map(x._trace.value, keys_values)]
     elif layer.qk_norm == "width" or (len(layers) > 1 and not is_linear(*layers)):
-        z_q, z_k, v = (mapped(one, x) for one in layers)
+        z_q, z_k, v = (apply(one, x) for one in layers)
         z_q, z_k = (_over_width(layer, z, norm) for z, norm in ((z_q, layer.q_norm), (z_k, layer.k_norm)))
         heads = [heads_turned(z_q, tables, q_scale, head), heads_turned(z_k, tables, k_scale, head), v]
     else:
-        z = mapped_together(layers, x) if is_linear(*layers) else mapped(layers[0], x)
+        z = apply_as_one_product(layers, x) if is_linear(*layers) else apply(layers[0], x)
         heads = heads_apart(z, tables, () if q_scale is None else (q_scale, k_scale), head, layer._ends)
     # With norms over each head, q and k before the norms come after q, k and v.
     specs = _column_specs(layer._specs(heads[0].shape[:-1]))
@@ -216,7 +216,7 @@ def key_value(layer: Any, x: Any) -> list[Any]:
       x: the value, (B, S, D) or (S, D).
     """
     (_, k_scale), head = _norms_of_heads(layer, x)
-    k, v = (mapped(one, x) for one in (layer.key, layer.value))
+    k, v = (apply(one, x) for one in (layer.key, layer.value))
     heads = heads_turned(_over_width(layer, k, layer.k_norm), (), k_scale, head), v
     specs = _column_specs(layer._specs(x.shape[:-1]))[1:]
     return [y.named(name).constrained(spec) for y, name, spec in zip(heads, QKV[1:], specs, strict=True)]
@@ -262,7 +262,7 @@ def attention(
         return layer._attended(q, k, v, **jax.tree.unflatten(tree, arrays))
 
     context, longer = coda.opaque(attention, q, k, v, *leaves)
-    y = mapped(layer.out, context.constrained(_column_specs(layer._specs(x.shape[:-1]))[0]))
+    y = apply(layer.out, context.constrained(_column_specs(layer._specs(x.shape[:-1]))[0]))
     return y if cache is None else (y, longer)
 
 

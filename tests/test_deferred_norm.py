@@ -174,16 +174,16 @@ def test_module_in_place_of_a_linear_warns_once(place, monkeypatch):
 
 def test_a_note_is_an_identity():
     def f(x):
-        return fallbacks.noted(x, "here", "a reason").sum()
+        return fallbacks.with_fallback_note(x, "here", "a reason").sum()
 
     x = normal(3, 4, 8)
     assert_close(jax.jit(jax.grad(f))(x), jnp.ones_like(x), rtol=0)
-    assert_close(jax.vmap(lambda x: fallbacks.noted(x, "here", "a reason"))(x), x, rtol=0)
+    assert_close(jax.vmap(lambda x: fallbacks.with_fallback_note(x, "here", "a reason"))(x), x, rtol=0)
     with jax.disable_jit():
-        assert_close(fallbacks.noted(x, "here", "a reason"), x, rtol=0)
+        assert_close(fallbacks.with_fallback_note(x, "here", "a reason"), x, rtol=0)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     summed = jax.shard_map(
-        lambda x: jax.lax.psum(fallbacks.noted(x, "here", "a reason"), "data"),
+        lambda x: jax.lax.psum(fallbacks.with_fallback_note(x, "here", "a reason"), "data"),
         mesh=mesh,
         in_specs=jax.P("data"),
         out_specs=jax.P(),

@@ -213,7 +213,7 @@ def test_the_step_is_six_grouped_products_and_no_pass_between_them(layout):
         for x in equation.outvars
         if jnp.issubdtype(x.aval.dtype, jnp.floating) and x.aval.size >= ROWS * HIDDEN
     ]
-    assert set(passes) <= {"name", "coda_told", "reshape", "pjit", "jit", "custom_vjp_call"}, passes
+    assert set(passes) <= {"name", "coda_plan_text", "reshape", "pjit", "jit", "custom_vjp_call"}, passes
 
 
 @needs_nvrtc

@@ -6,7 +6,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.graph.function import graph_of
-from coda_jax.graph.values import Product, Turned, mapped, turned
+from coda_jax.graph.values import Product, Transposed, mapped, transposed
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
@@ -42,10 +42,10 @@ def block(x, up, down, history, *scales):
     of_x, of_up, of_hidden, of_down, of_dz, of_dy = scales
     one = mapped(lambda s, t: 1 / (s * t), of_x, of_up)
     other = mapped(lambda s, t: 1 / (s * t), of_hidden, of_down)
-    z = product(quantised(x, of_x, of_dz), turned(quantised(up, of_up, of_dz)), one, of_dz, history)
+    z = product(quantised(x, of_x, of_dz), transposed(quantised(up, of_up, of_dz)), one, of_dz, history)
     hidden = mapped(jax.nn.gelu, z)
     largest = mapped(lambda h: jnp.max(jnp.abs(h)), hidden)
-    y = product(quantised(hidden, of_hidden, of_dy), turned(quantised(down, of_down, of_dy)), other, of_dy, history)
+    y = product(quantised(hidden, of_hidden, of_dy), transposed(quantised(down, of_down, of_dy)), other, of_dy, history)
     return mapped(jnp.add, y, x), largest
 
 
@@ -117,7 +117,7 @@ def test_copies_are_stored_by_the_epilogue_that_makes_the_tile(graph):
         if step.product.b.shape == (F, D) and step.product.shape[1] == F
     )
     copies = [value for value in hidden.stores if value.dtype == jnp.dtype(E4M3)]
-    assert [(type(value) is Turned, value.shape) for value in copies] == [(False, (M, F))]
+    assert [(type(value) is Transposed, value.shape) for value in copies] == [(False, (M, F))]
     assert any(value.shape == () for value in hidden.stores)  # the largest
     backward = graph.derivative().backward(frozenset({1})).plan
     of_dz = backward.steps[0].stores

@@ -93,7 +93,7 @@ def test_backward_passes_are_strict_too():
 
 def test_a_lost_chain_raises():
     def function(x):
-        return fallbacks.noted(x, "here", "a reason").sum()
+        return fallbacks.with_fallback_note(x, "here", "a reason").sum()
 
     with coda.strict():
         jax.jit(function).lower(A)
@@ -105,12 +105,12 @@ def test_a_lost_chain_outside_jit(monkeypatch):
     """On arrays that lie on a GPU."""
     x = jnp.ones(3)
     with coda.strict():
-        fallbacks.noted(x, "here", "a reason")
+        fallbacks.with_fallback_note(x, "here", "a reason")
     monkeypatch.setattr(type(x), "devices", lambda _: [types.SimpleNamespace(platform="gpu")])
     with pytest.warns(coda.FallbackWarning, match="here: a reason"):
-        fallbacks.noted(x, "here", "a reason")
+        fallbacks.with_fallback_note(x, "here", "a reason")
     with coda.strict(), pytest.raises(coda.FallbackError):
-        fallbacks.noted(x, "here", "a reason")
+        fallbacks.with_fallback_note(x, "here", "a reason")
 
 
 @pytest.fixture
@@ -186,8 +186,9 @@ def test_a_loss_whose_rows_xla_cuts(as_on_a_gpu):
 def test_the_environment_variable(monkeypatch):
     code = """
 import jax, coda_jax as coda
-from coda_jax.primitives.fallbacks import noted
-lower = lambda: jax.jit(lambda x: noted(x, "here", "a reason")).trace(1.0).lower(lowering_platforms=("cuda",))
+from coda_jax.primitives.fallbacks import with_fallback_note
+note = lambda x: with_fallback_note(x, "here", "a reason")
+lower = lambda: jax.jit(note).trace(1.0).lower(lowering_platforms=("cuda",))
 with coda.strict(False):
     lower()
 lower()

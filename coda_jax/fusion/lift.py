@@ -83,7 +83,7 @@ class Lift:
         borders = frozenset[Any]().union(*(remat.borders(jaxpr) for remat in remats))
         self.units = Units(jaxpr, is_exact=is_exact, kept=borders)
         self.rows, self.dtype = self.units.rows, self.units.dtype
-        self.main = self.rows.main()
+        self.block_rows = self.rows.block_rows()
         self.merged = Merged(self.rows.counts, is_exact, self.rows.rules)
         self.defers = False if is_exact or has_narrow_range(self.dtype) else defers
         self.values: dict[Any, Value] = {}
@@ -191,7 +191,7 @@ class Lift:
 
         if not is_seen(x.aval.dtype):
             closed = jax.make_jaxpr(lambda: [constant()])()
-            (result,) = Call("a constant", closed, (), self.main).results
+            (result,) = Call("a constant", closed, (), self.block_rows).results
             return result
         value: Value = mapped(constant, derived="constant")
         return value
@@ -199,7 +199,7 @@ class Lift:
     def _leaf(self, x: Any, shape: tuple[Any, ...]) -> Leaf:
         """An argument in this shape."""
         if (x, shape) not in self.leaves:
-            has_rows = self._begins_with_main(x) and shape[0] == math.prod(self.main)
+            has_rows = self._begins_with_block_rows(x) and shape[0] == math.prod(self.block_rows)
             dtype = np.dtype("uint32") if is_key(x.aval) else x.aval.dtype
             has_one_row = bool(self.rows.of(x)) and shape[:1] == (1,)
             self.leaves[x, shape] = Leaf(shape, dtype, has_rows=has_rows, has_one_row=has_one_row)
@@ -212,10 +212,10 @@ class Lift:
     @functools.cached_property
     def axes_of_rows(self) -> tuple[Any, ...]:
         """The axes that arrays have in the place of the rows; none where these are one axis, or one row."""
-        is_one = len(self.main) < 2 or all(same_size(size, 1) for size in self.main)
-        return () if is_one else self.main
+        is_one = len(self.block_rows) < 2 or all(same_size(size, 1) for size in self.block_rows)
+        return () if is_one else self.block_rows
 
-    def _begins_with_main(self, x: Any) -> bool:
+    def _begins_with_block_rows(self, x: Any) -> bool:
         count = len(self.axes_of_rows)
         return 1 < count < x.aval.ndim and same_shape(x.aval.shape[:count], self.axes_of_rows)
 
@@ -492,7 +492,7 @@ class Lift:
         closed, traces = self._shared_call(unit, checkpointed, policy)
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
-        call = Call(words_of_call(equations), closed, values, self.main, shapes, traces)
+        call = Call(words_of_call(equations), closed, values, self.block_rows, shapes, traces)
         alike = [] if policy is None else [x for x in answers if self._keep_alike(x, policy, equations)]
         self._call_answers[call] = dict.fromkeys(alike, True)
         if answers and policy is None:

@@ -91,7 +91,7 @@ class Rows:
         """How many of its axes in front are rows."""
         return 0 if isinstance(x, core.Literal) else self.counts.get(x, 0)
 
-    def main(self) -> tuple[int, ...]:
+    def block_rows(self) -> tuple[int, ...]:
         """The rows with most of the products' operations."""
         flops: dict[tuple[int, ...], int] = {}
         for dot in self.dots.values():

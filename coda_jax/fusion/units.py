@@ -179,7 +179,7 @@ class Units:
         return count > 0 and not same_size(math.prod(x.aval.shape[count:]), 1)
 
     def _move_passes_to_calls(self) -> None:
-        """Leaves to the calls what stands between calls: no epilogue makes it, and it rounds as the function does."""
+        """Moves what stands between calls into them: no epilogue makes it, and it rounds as the function does."""
         equations: list[Equation] = self.jaxpr.eqns
         moved = {i for i, kind in enumerate(self.kinds) if kind in ("map", "cast")}
         changes = True
@@ -196,7 +196,7 @@ class Units:
         return is_alone and bool(readers) and equation.primitive.name != "name"
 
     def _move_copies_to_calls(self) -> None:
-        """Leaves to the calls, where these alone read it, what is no less to read than what it is made of."""
+        """Moves an equation into the calls that alone read it, unless its result is smaller than its inputs."""
         equations: list[Equation] = self.jaxpr.eqns
         for i, equation in reversed(list(enumerate(equations))):
             kinds = {self.kind_of_reader(j) for x in equation.outvars for j in self.readers[x]}

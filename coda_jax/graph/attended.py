@@ -27,7 +27,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Call, Result, called_by
 from coda_jax.graph.saved import as_equation, evaluated_again, is_literal, keeps
-from coda_jax.graph.values import Map, Turned, Value
+from coda_jax.graph.values import Map, Transposed, Value
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import DefUse
 from coda_jax.jaxprs.evaluate import bound, evaluate
@@ -96,7 +96,7 @@ def _attention_in(equation: core.JaxprEqn) -> _Attention | None:
 
 def may_join(value: Value, program: Any) -> bool:
     """True if the kernel may make a map of y, whose program beside y this is, or None, or a transpose of such a map."""
-    if isinstance(value, Turned):
+    if isinstance(value, Transposed):
         return is_of_8_bits(value.dtype)
     if not isinstance(value, Map) or program is None:
         return False

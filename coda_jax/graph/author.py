@@ -30,7 +30,7 @@ from coda_jax.graph.pullbacks import Pullback
 from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
-from coda_jax.graph.values import Leaf, Product, is_float, mapped, set_spec, turned
+from coda_jax.graph.values import Leaf, Product, is_float, mapped, set_spec, transposed
 from coda_jax.primitives.accumulate import without_unread
 from coda_jax.primitives.mesh_types import constrained
 
@@ -132,7 +132,7 @@ class Value(Arithmetic, Matmul, Lazy):
         if self.ndim != 2:
             raise ValueError(f"block '{self._trace.name}': .T of a value of shape {self.shape}; it must be a matrix")
         plain = None if self._plain is None else self._plain.T
-        return Computed(self._trace, turned(self._node), plain, self.shape[::-1])
+        return Computed(self._trace, transposed(self._node), plain, self.shape[::-1])
 
     def map(
         self,

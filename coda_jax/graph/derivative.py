@@ -37,13 +37,13 @@ from coda_jax.graph.values import (
     Leaf,
     Map,
     Product,
-    Turned,
+    Transposed,
     Value,
     is_float,
     is_seen,
     mapped,
     reachable,
-    turned,
+    transposed,
 )
 
 
@@ -156,8 +156,8 @@ def _input_cotangents(
                 return rounded.cotangents(y, dy)
             factor_cotangents = _cotangents_in_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _product_cotangents(y, dy)
             return zip((y.a, y.b), factor_cotangents, strict=True)
-        case Turned(inputs=(x,)):
-            return [(x, turned(dys[0]))]
+        case Transposed(inputs=(x,)):
+            return [(x, transposed(dys[0]))]
         case ForEachRow(inputs=(x, _)):
             return [(x, _sums_of_groups(dys[0], ys[0].groups))]
         case Map(pullback=None):

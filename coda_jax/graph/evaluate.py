@@ -12,7 +12,7 @@ from jax import lax
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
 from coda_jax.graph.calls import Result, called
-from coda_jax.graph.values import Leaf, Map, Product, Turned, Value, is_float, reachable
+from coda_jax.graph.values import Leaf, Map, Product, Transposed, Value, is_float, reachable
 
 _FLOAT32 = np.dtype(FLOAT32)
 
@@ -50,7 +50,7 @@ def _evaluated(value: Value, known: Mapping[Value, jax.Array], dtype: jax.typing
 
 def applied(value: Value, inputs: Sequence[jax.Array]) -> jax.Array:
     """A map or a transpose, from the arrays of its inputs."""
-    if isinstance(value, Turned):
+    if isinstance(value, Transposed):
         return inputs[0].T
     assert isinstance(value, Map), f"{type(value).__name__} is not known yet"
     return value(*map(as_seen, inputs))

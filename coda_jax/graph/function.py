@@ -27,10 +27,10 @@ from coda_jax.graph.on_mesh import placed_as, reshaped_as
 from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
 from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
-from coda_jax.primitives.fallbacks import noted
+from coda_jax.primitives.fallbacks import with_fallback_note
 from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.plan_text import with_plan_text
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, Rule
-from coda_jax.primitives.told import told
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,15 +75,15 @@ class Graph:
         name = self.name if which == "forward" else f"{self.name}_{which}"
         text, not_local = self._described(plan, name)
 
-        def telling(x: jax.Array) -> jax.Array:
-            x = told(x, f"block '{self.name}', {which}\n{text}")
+        def add_plan_text(x: jax.Array) -> jax.Array:
+            x = with_plan_text(x, f"block '{self.name}', {which}\n{text}")
             for name, reason in not_local:
                 message = f"map '{name}' is a pass of XLA's: {reason}"
-                x = noted(x, f"block '{self.name}'", message, "coda.opaque says that this is meant")
+                x = with_fallback_note(x, f"block '{self.name}'", message, "coda.opaque says that this is meant")
             return x
 
         options = {"name": name, "dtype": self.dtype, "rows": self.rows, "implementation": self.implementation}
-        return options | {"telling": telling}
+        return options | {"add_plan_text": add_plan_text}
 
     def _described(self, plan: Plan, name: str) -> tuple[str, list[tuple[str, str]]]:
         """The plan in words, and the author's maps that no epilogue can make."""

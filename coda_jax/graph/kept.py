@@ -9,7 +9,7 @@ from typing import Any
 
 from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import remembered
-from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, inputs_read, reachable
+from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Transposed, Value, inputs_read, reachable
 
 
 def kept_values(
@@ -42,7 +42,7 @@ def _forward_values_read(outputs: Sequence[Value], cotangents: Sequence[Value]) 
     read, open_, seen = set[Value](), list(cotangents), set(cotangents)
     while open_:
         value = open_.pop()
-        is_copy = isinstance(value, Turned) and value.inputs[0] in forward  # made together with it
+        is_copy = isinstance(value, Transposed) and value.inputs[0] in forward  # made together with it
         is_amax = any(x in forward and x.amax is value for x in value.inputs)
         is_beside = isinstance(value, Map) and value.origin in origins  # another result of a function
         is_result = isinstance(value, Result) and value.call in calls
@@ -79,7 +79,7 @@ class _Choice:
         """Decides whether the value stays; the values that it is made of have been decided."""
         if value.is_factor:
             return
-        if isinstance(value, Turned):
+        if isinstance(value, Transposed):
             sources = self._sources(value.inputs[0])
             if is_of_leaves(value):
                 self.kept.remove(value)
@@ -130,7 +130,7 @@ class _Choice:
 @remembered
 def is_of_leaves(value: Value) -> bool:
     """True for a leaf, and for a map of leaves alone."""
-    return isinstance(value, Leaf) or (isinstance(value, Map | Turned) and all(map(is_of_leaves, value.inputs)))
+    return isinstance(value, Leaf) or (isinstance(value, Map | Transposed) and all(map(is_of_leaves, value.inputs)))
 
 
 @remembered
@@ -298,7 +298,7 @@ class _Found:
 
     def _is_map(self, x: Value) -> bool:
         """True for a map, and for a call that is computed again as one."""
-        return isinstance(x, Map | Turned) or (isinstance(x, Result) and x.call in self._cheap)
+        return isinstance(x, Map | Transposed) or (isinstance(x, Result) and x.call in self._cheap)
 
     def _answers(self, x: Value) -> dict[Hashable, Any] | None:
         if isinstance(x, Leaf):

@@ -1,4 +1,4 @@
-"""The functions with which the library's operators write their lines, beside those of any author of a block."""
+"""Helpers for the library's own blocks: what `coda.Value` does not offer to users."""
 
 from __future__ import annotations
 

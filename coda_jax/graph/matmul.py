@@ -13,7 +13,7 @@ from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph import rounded
 from coda_jax.graph.rounded import Recipe, Rounding
-from coda_jax.graph.values import Leaf, Product, Turned, kept_weight
+from coda_jax.graph.values import Leaf, Product, Transposed, kept_weight
 from coda_jax.graph.values import Value as Node
 
 
@@ -90,9 +90,9 @@ class Matmul:
         if rounding is not None:
             return rounded.multiplied(a, b, rounding)
         options: dict[str, Any] = {}
-        if isinstance(a, Turned) and not is_of_8_bits(a.dtype):
+        if isinstance(a, Transposed) and not is_of_8_bits(a.dtype):
             a, options["transpose_a"] = a.inputs[0], True
-        if isinstance(b, Turned):
+        if isinstance(b, Transposed):
             b, options["transpose_b"] = b.inputs[0], True
         return Product(a, b, **options)
 

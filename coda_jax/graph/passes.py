@@ -15,14 +15,14 @@ from coda_jax.graph.evaluate import as_seen
 from coda_jax.graph.on_mesh import bind_on_mesh
 from coda_jax.graph.pieces import Part, Pieces, in_pieces, whole
 from coda_jax.graph.unflattened import Unflattened
-from coda_jax.graph.values import Map, Turned
+from coda_jax.graph.values import Map, Transposed
 from coda_jax.jaxprs.bind import Bind
 from coda_jax.primitives.mesh_types import vary, varying_axes
 
 
-def in_pass(value: Map | Turned, inputs: Sequence[Part | Pieces]) -> Part | Pieces:
+def in_pass(value: Map | Transposed, inputs: Sequence[Part | Pieces]) -> Part | Pieces:
     """A map or a transpose, from its inputs."""
-    if isinstance(value, Turned):
+    if isinstance(value, Transposed):
         matrix: jax.Array = unflattened.flat(whole(inputs[0]))
         return matrix.T
     arrays = [x for one in inputs for x in jax.tree.leaves(one.parts if isinstance(one, Pieces) else one)]

@@ -31,7 +31,7 @@ from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.attended import is_attended, may_join
 from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.pulled_back import Behind, behind_attention
-from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, inputs_read, is_float, reachable
+from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Transposed, Value, inputs_read, is_float, reachable
 
 # The most instructions of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048)
 # @ (2048, 8192) on an H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, 2 % slower at 513.
@@ -137,7 +137,7 @@ class Plan:
         product = self.steps[step].product
         if len(product.shape) != 2 or (product.groups is not None and _reduces_rows(value)):
             return False  # one (G, M, N) has no epilogue, and with groups a sum over rows would be one a group
-        if isinstance(value, Turned):
+        if isinstance(value, Transposed):
             return fits_beside(value.inputs[0], product)
         if isinstance(value, Result):
             return False
@@ -317,7 +317,7 @@ class Plan:
         for step, stored in stores.items():
             for x in self._read(stored, step):
                 readers[x].add(step)
-        for value in [x for x in self._in_memory if isinstance(x, Map | Turned) and x not in self._epilogue]:
+        for value in [x for x in self._in_memory if isinstance(x, Map | Transposed) and x not in self._epilogue]:
             sources = self._sources(value)
             # The epilogue that makes a tile may read it; a sum is known only after that epilogue.
             last = min([len(self.steps), *(step + value.is_tile for step in [*users[value], *readers[value]])])

@@ -34,7 +34,7 @@ from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.calls import Call, Result, called_by
 from coda_jax.graph.evaluate import as_seen
 from coda_jax.graph.pieces import Pieces, as_type, in_pieces
-from coda_jax.graph.values import Map, Turned, Value, inputs_read, is_float, reachable
+from coda_jax.graph.values import Map, Transposed, Value, inputs_read, is_float, reachable
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.evaluate import bound, evaluate
@@ -79,7 +79,7 @@ class Behind:
     gradients: tuple[Result, Result, Result]
     tiles: tuple[Value, ...]
     vectors: tuple[Value, ...]
-    maps: tuple[Map | Turned, ...]
+    maps: tuple[Map | Transposed, ...]
     read: tuple[Value, ...]
 
     @property
@@ -195,13 +195,13 @@ def _behind(
     """
     dq, dk, dv = gradients
     tiles: dict[Value, None] = dict.fromkeys(gradients)  # also those that are computed again where they are read
-    maps: list[Map | Turned] = []
+    maps: list[Map | Transposed] = []
     in_memory: set[Value] = set()
     for value in order:
         of = [x for x in inputs_read(value) if x in tiles]
         if value in tiles or not of:
             continue
-        if isinstance(value, Map | Turned) and value not in epilogues and (with_vectors or value.is_tile):
+        if isinstance(value, Map | Transposed) and value not in epilogues and (with_vectors or value.is_tile):
             maps.append(value)
             if value.is_tile:
                 tiles[value] = None
@@ -335,9 +335,9 @@ def _traced_of(
     return traced, places
 
 
-def _of_tile(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> Any:
+def _of_tile(value: Map | Transposed, inputs: Sequence[Any], behind: Behind) -> Any:
     """A tile as pieces, from inputs that may be pieces."""
-    if isinstance(value, Turned):
+    if isinstance(value, Transposed):
         parts: Sequence[Any] = inputs[0].parts if isinstance(inputs[0], Pieces) else ()
         return Pieces([part.T.astype(value.dtype) for part in parts]) if parts else inputs[0].T
     (x,) = in_pieces(value.primal()[0], inputs, bind)
@@ -349,7 +349,7 @@ def _seen(x: Any) -> Any:
     return Pieces(list(map(_seen, x.parts))) if isinstance(x, Pieces) else as_seen(x)
 
 
-def _of_vector(value: Map | Turned, inputs: Sequence[Any], behind: Behind) -> dict[int, jax.Array]:
+def _of_vector(value: Map | Transposed, inputs: Sequence[Any], behind: Behind) -> dict[int, jax.Array]:
     """A vector, by the gradients whose epilogues make it: that of one; parts of its columns; a maximum of all three."""
     assert isinstance(value, Map)
     jaxpr = value.primal()[0]

@@ -34,7 +34,7 @@ import numpy as np
 from coda_jax.epilogue import saturate
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
 from coda_jax.epilogue.saturate import saturated_in_memory
-from coda_jax.graph.values import Map, Product, Turned, Value, mapped, turned
+from coda_jax.graph.values import Map, Product, Transposed, Value, mapped, transposed
 
 LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
 
@@ -118,8 +118,8 @@ class Scales:
 def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     """x w for x (M, K) and w (K, N)."""
     recipe, history = rounding.recipe, rounding.history
-    is_turned = isinstance(w, Turned)
-    weight = w.inputs[0] if is_turned else w
+    is_transposed = isinstance(w, Transposed)
+    weight = w.inputs[0] if is_transposed else w
     is_kept = weight.is_factor
     if is_kept:  # the rounded weight is kept, not the one in the products' dtype
         weight = weight.inputs[0] if isinstance(weight, Map) and weight.is_weight else weight
@@ -129,7 +129,7 @@ def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     )
     (x8, x_scale), (w8, w_scale) = rounded(x, recipe.dtype, x_scale), rounded(weight, recipe.dtype)
     w8.is_factor = is_kept
-    acc = Product(x8, w8 if is_turned else turned(w8), transpose_b=True)
+    acc = Product(x8, w8 if is_transposed else transposed(w8), transpose_b=True)
     acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(x))
     y: Value = mapped(
         _unscaled, acc, x_scale, w_scale, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale"
@@ -170,9 +170,12 @@ def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
     assert y.scales is not None
     dy8, dy_scale = rounded(dy, y.scales.recipe.gradient_dtype, y.scales.cotangent_scale)
     da, db = factor_cotangents(y, dy8)
-    is_copy = isinstance(db, Turned)
-    dw: Value = mapped(_unscaled, turned(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
-    pairs = [(y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")), (y.b, turned(dw) if is_copy else dw)]
+    is_copy = isinstance(db, Transposed)
+    dw: Value = mapped(_unscaled, transposed(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
+    pairs = [
+        (y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")),
+        (y.b, transposed(dw) if is_copy else dw),
+    ]
     if y.scales.history is not None:
         inputs = y.scales.history, y.scales.amax, amax_of(dy)
         in_front = functools.partial(_in_front, recipe=y.scales.recipe)
@@ -216,14 +219,14 @@ def next_history(history: jax.Array, gradient: jax.Array) -> jax.Array:
 
 def factor_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
     """The products that are the factors' cotangents, of (M, K) and (N, K), as the kernel reads 8 bits."""
-    a = turned(y.a) if y.transpose_a else y.a
-    b = y.b if y.transpose_b else turned(y.b)
-    a_factors = (turned(b), dy) if y.transpose_a else (dy, turned(b))
-    is_copy = isinstance(y.b, Turned)  # then the transposed array has the cotangent, which is not stored transposed
-    b_factors = (turned(dy), turned(a)) if y.transpose_b != is_copy else (turned(a), turned(dy))
+    a = transposed(y.a) if y.transpose_a else y.a
+    b = y.b if y.transpose_b else transposed(y.b)
+    a_factors = (transposed(b), dy) if y.transpose_a else (dy, transposed(b))
+    is_copy = isinstance(y.b, Transposed)  # then the transposed array has the cotangent, which is not stored transposed
+    b_factors = (transposed(dy), transposed(a)) if y.transpose_b != is_copy else (transposed(a), transposed(dy))
     da = Product(*a_factors, transpose_b=True, like=y.a)
     db = Product(*b_factors, transpose_b=True, like=y.b.inputs[0] if is_copy else y.b)
-    return da, turned(db) if is_copy else db
+    return da, transposed(db) if is_copy else db
 
 
 def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:

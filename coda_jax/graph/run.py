@@ -25,7 +25,7 @@ from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
 from coda_jax.graph.pulled_back import Behind, called_behind
 from coda_jax.graph.unflattened import Unflattened
-from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Turned, Value, is_float, reachable, source_of
+from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Transposed, Value, is_float, reachable, source_of
 from coda_jax.jaxprs.source_lines import at_line_of
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, Parts, product
@@ -58,7 +58,7 @@ def run(
     rows: Sequence[Any] = (),
     implementation: str = "auto",
     names: Mapping[Value, str] | None = None,
-    telling: Callable[[jax.Array], jax.Array] = lambda x: x,
+    add_plan_text: Callable[[jax.Array], jax.Array] = lambda x: x,
     has_derivative: bool = True,
 ) -> list[Any]:
     """The arrays of what the plan makes; a factor that is kept may be a tuple of these, pieces of one.
@@ -71,8 +71,8 @@ def run(
       rows: the axes that arrays have in the place of a block's rows; none where these are one axis.
       implementation: as in `gemm`.
       names: for the policies of `jax.checkpoint`, of what lies in memory.
-      telling: of the first product's first factor, or an output where there is no product: an identity that tells of
-        the plan to who looks at the program, as long as the product is in it.
+      add_plan_text: an identity on the first product's first factor, or on an output where there is no product, which
+        puts the plan's text into the program, as long as the product is in it.
       has_derivative: as in `product`.
     """
     stored: dict[Value, np.dtype[Any]] = {}  # the widest that is asked for
@@ -80,7 +80,9 @@ def run(
         stored[value] = max(np.dtype(of), stored.get(value, np.dtype(of)), key=lambda one: one.itemsize)
     parts = {x: list(of) for x, of in arrays.items() if isinstance(of, tuple)}
     arrays = {x: of for x, of in arrays.items() if x not in parts}
-    running = _Run(plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {}, telling)
+    running = _Run(
+        plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {}, add_plan_text
+    )
     running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
     for i, step in enumerate(plan.steps):
         arguments = running.arguments(i, f"{name}_{i}")
@@ -88,7 +90,7 @@ def run(
             outputs, _ = product(*arguments, has_derivative=has_derivative)
             running.store(i, outputs)
     results = [running.result(value, of) for value, of in zip(plan.wanted, out_dtypes, strict=True)]
-    return results if plan.steps else _with_first(results, telling)
+    return results if plan.steps else _with_first(results, add_plan_text)
 
 
 def _with_first(arrays: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
@@ -110,7 +112,7 @@ class _Run:
     rows: tuple[Any, ...]
     implementation: str
     names: Mapping[Value, str]
-    telling: Callable[[jax.Array], jax.Array]
+    add_plan_text: Callable[[jax.Array], jax.Array]
 
     def __post_init__(self) -> None:
         self.passing: dict[Value, Part | Pieces] = {}
@@ -161,7 +163,7 @@ class _Run:
         """A factor as the arrays that a pass makes of its columns; another as the one that it is."""
         self._make_beside(value)
         if value not in self.parts:
-            made = self._in_pass(value) if value not in self.arrays and isinstance(value, Map | Turned) else None
+            made = self._in_pass(value) if value not in self.arrays and isinstance(value, Map | Transposed) else None
             if not isinstance(made, Pieces):
                 return [self.known(value)]
             row_sizes = self.rows if self.rows and has_rows(value) else made.parts[0].shape[:1]
@@ -176,7 +178,7 @@ class _Run:
                 self._make_beside(of)
         read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
         for of in reachable([value], read):
-            if isinstance(of, Map | Turned) and of not in read and of not in made:
+            if isinstance(of, Map | Transposed) and of not in read and of not in made:
                 inputs = [made[x] if x in made else self._input(x) for x in of.inputs]
                 with at_line_of(source_of(of)):
                     made[of] = in_pass(of, inputs)
@@ -225,7 +227,7 @@ class _Run:
             return
         self._take(made[0])
         for value, made_array in made[1].items():
-            array = made_array.reshape(value.shape if isinstance(value, Turned) else self._shape_of(value))
+            array = made_array.reshape(value.shape if isinstance(value, Transposed) else self._shape_of(value))
             self.arrays[value] = self._named(value, self.constrained(value, array))
 
     def _attend(self, y: Result) -> None:
@@ -246,7 +248,7 @@ class _Run:
             return
         self._take(made[0])
         for value, x in zip(values, made[1], strict=True):
-            array = x.reshape(value.shape if isinstance(value, Turned) else self._shape_of(value))
+            array = x.reshape(value.shape if isinstance(value, Transposed) else self._shape_of(value))
             self.arrays[value] = self._named(value, self.constrained(value, array))
 
     def _take(self, made: Mapping[Result, jax.Array]) -> None:
@@ -262,7 +264,7 @@ class _Run:
             dtypes = {x: self.dtype_of(x) for x in self.plan.as_stored}
             self.plan.epilogues[step] = _epilogue(name, of, list(operands), stores, dtypes, self.plan.traces)
         return (
-            a if step else _with_first(a, self.telling),
+            a if step else _with_first(a, self.add_plan_text),
             b,
             list(operands.values()),
             None if stores == [of] else self.plan.epilogues[step],
@@ -280,7 +282,7 @@ class _Run:
                 x = reshaped_as(x, self._shape_of(value))
             if not value.is_tile and spec is not None and has_rows(value):
                 x = _with_rows(x, spec)
-            x = x.reshape(value.shape) if isinstance(value, Turned) else self.constrained(value, x)
+            x = x.reshape(value.shape) if isinstance(value, Transposed) else self.constrained(value, x)
             self.arrays[value] = self._named(value, x)
 
     def _named(self, value: Value, x: jax.Array) -> jax.Array:
@@ -288,14 +290,14 @@ class _Run:
         return named
 
     def constrained(self, value: Value, x: jax.Array) -> jax.Array:
-        """x, lying as the author says; where columns are several axes of the author's, as its rows do."""
+        """x, constrained to the author's sharding; its rows alone where the author's array has several column axes."""
         if value.spec is None or isinstance(value.spec, Constraint):
             return x if value.spec is None else value.spec(x)
         rows = max(len(self.rows), 1)
         return constrained(x, value.spec if len(value.spec) <= x.ndim else jax.P(*value.spec[:rows]))
 
     def _spec_of_rows(self, stores: Sequence[Value]) -> Sequence[Any] | Constraint | None:
-        """How the author says that the rows of these lie, where columns are cut too: by what cuts no rows then."""
+        """The sharding of the rows that the author states for the stored tiles, if it shards their columns too."""
         for x in stores:
             if x.is_tile and has_rows(x) and (spec := self._own_spec_of_rows(x)) is not None:
                 return spec
@@ -386,7 +388,7 @@ class _Run:
         return of.transpose_a and not of.transpose_b and has_rows(of.a) and has_rows(of.b)
 
     def _as_matrix(self, value: Value, x: jax.Array) -> jax.Array:
-        if not (self.rows and has_rows(value)) or isinstance(value, Turned):
+        if not (self.rows and has_rows(value)) or isinstance(value, Transposed):
             return x
         return x.reshape(-1, *x.shape[len(self.rows) :])
 

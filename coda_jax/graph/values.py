@@ -40,7 +40,7 @@ class Value:
       shape, dtype: of its array.
       inputs: the values that it is a function of; these were made before it.
       number: in the order in which values are made.
-      transpose: as `turned` made it.
+      transpose: as `transposed` made it.
       rounded, amax: in 8 bits with the scale, by dtype and scale; its largest magnitude: as `graph.rounded` made them.
       name: for the policies of `jax.checkpoint`, where it or a value that it is computed again from is kept.
       spec: its sharding over the mesh where it is in memory, a PartitionSpec of the array with all its axes, or what an
@@ -57,7 +57,7 @@ class Value:
     """
 
     inputs: tuple[Value, ...] = ()
-    transpose: Turned | None = None
+    transpose: Transposed | None = None
     name: str | None = None
     spec: jax.P | Constraint | None = None
     recovered: Value | None = None
@@ -330,7 +330,7 @@ class ForEachRow(Map):
         return False
 
 
-class Turned(Value):
+class Transposed(Value):
     """The transpose of a matrix, for a product that sums over its other axis."""
 
     def __init__(self, x: Value):
@@ -339,12 +339,12 @@ class Turned(Value):
         self.inputs, self.made_of, self.is_wide = (x,), x.made_of, x.is_wide
 
 
-def turned(x: Value) -> Value:
+def transposed(x: Value) -> Value:
     """The transpose of x, the same value each time."""
-    if isinstance(x, Turned):
+    if isinstance(x, Transposed):
         return x.inputs[0]
     if x.transpose is None:
-        x.transpose = Turned(x)
+        x.transpose = Transposed(x)
     return x.transpose
 
 

@@ -22,7 +22,7 @@ from coda_jax.jaxprs.walk import executions, inner_jaxprs, num_carried, num_cons
 # The result is the argument, in another shape or dtype, or with a property that XLA drops.
 _SAME = {
     *("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "optimization_barrier", "copy", "copy_p"),
-    *("reduce_precision", "coda_note", "coda_told", "pvary", "pbroadcast", "sharding_constraint", "reshard"),
+    *("reduce_precision", "coda_note", "coda_plan_text", "pvary", "pbroadcast", "sharding_constraint", "reshard"),
     *("bitcast_convert_type", "coda_again", "coda_same"),
 }
 _BESIDE = "coda_beside_attention"  # the results are the first arguments

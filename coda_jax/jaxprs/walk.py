@@ -12,24 +12,25 @@ from jax.extend import core
 
 from coda_jax.jaxprs.traced import asked_shardings, needed, traced
 
-_UNEXPECTED = "coda_unexpected"
+_FALLBACK = "coda_fallback"
 
 State = TypeVar("State")
 
 
-def unexpected(is_needed: jax.Array, make: Callable[[], State], made: State) -> State:
-    """The state `made`, or that of `make` if `is_needed`. Counts of executions assume that it is never needed.
+def with_fallback(is_needed: jax.Array, fallback: Callable[[], State], result: State) -> State:
+    """The result, or fallback() if it is needed. Counts of executions assume that the fallback never runs.
 
     Args:
       is_needed: () bool or integer. The program waits for it on the host.
-      make: returns a state like `made`, which it overwrites.
+      fallback: returns a state like the result, which it overwrites.
+      result: arrays.
     """
 
-    def again(is_needed: jax.Array, made: State) -> State:
-        return lax.fori_loop(0, is_needed.astype(jnp.int32), lambda _, __: make(), made)
+    def again(is_needed: jax.Array, result: State) -> State:
+        return lax.fori_loop(0, is_needed.astype(jnp.int32), lambda _, __: fallback(), result)
 
-    again.__name__ = _UNEXPECTED
-    return jax.jit(again)(is_needed, made)
+    again.__name__ = _FALLBACK
+    return jax.jit(again)(is_needed, result)
 
 
 def jaxpr_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> core.Jaxpr:
@@ -64,8 +65,8 @@ def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def executions(equation: core.JaxprEqn) -> int:
-    """The number of executions of an equation's inside: a scan's steps, none for `unexpected`, else one."""
-    if equation.params.get("name") == _UNEXPECTED:
+    """The number of executions of an equation's inside: a scan's steps, none for `with_fallback`, else one."""
+    if equation.params.get("name") == _FALLBACK:
         return 0
     return int(equation.params.get("length", 1)) if equation.primitive.name == "scan" else 1
 

@@ -126,7 +126,7 @@ def _fold(x: jax.Array, operand: Operand, batch: Any, rows: Any) -> jax.Array:
 def _latency(
     arguments: Sequence[jax.Array], spec: GemmSpec, config: KernelConfig, taken: int
 ) -> contextlib.AbstractContextManager[Any]:
-    """Tells XLA's scheduler how long a call takes, which knows no custom call: what runs beside it starts in time.
+    """Gives XLA's scheduler the cost of a custom call, which has none: whatever runs beside it starts in time.
 
     Args:
       taken: how many operations take one of several results each. XLA gives these what is said of the call, and counts

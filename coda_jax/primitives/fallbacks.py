@@ -70,7 +70,7 @@ _reported: set[tuple[str, str, int]] = set()
 _reporting = threading.Lock()
 
 
-def noted(x: jax.Array, operator: str, reason: str, remedy: str = "") -> jax.Array:
+def with_fallback_note(x: jax.Array, operator: str, reason: str, remedy: str = "") -> jax.Array:
     """x unchanged; where it is lowered for a GPU, a warning, once, that `operator` does what `reason` says.
 
     Args:

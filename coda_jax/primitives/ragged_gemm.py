@@ -24,7 +24,7 @@ from coda_jax.primitives.call_arguments import (
 )
 from coda_jax.primitives.derivative import Options, product
 from coda_jax.primitives.dtypes import check_dtype
-from coda_jax.primitives.fallbacks import noted
+from coda_jax.primitives.fallbacks import with_fallback_note
 from coda_jax.primitives.mesh_types import (
     axes_of_dimension,
     mesh_axes_of,
@@ -132,7 +132,7 @@ def ragged_gemm(
     outputs, traced = product(a, joined_b, marked, epilogue, dtypes, options, GroupOffsets(offsets))
     if reduces_rows(traced.program):
         for i in group_reductions(traced):
-            outputs[i] = noted(
+            outputs[i] = with_fallback_note(
                 outputs[i],
                 f"ragged_gemm '{traced.name}'",
                 "a reduction over the rows of each group is left to XLA, from a float32 tile that the kernel writes",

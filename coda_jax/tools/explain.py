@@ -20,7 +20,7 @@ from coda_jax.lowering.launch import problem_of
 from coda_jax.lowering.select import Selection, select
 from coda_jax.primitives.fallbacks import coda_note_p
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
-from coda_jax.primitives.told import coda_told_p
+from coda_jax.primitives.plan_text import coda_plan_text_p
 from coda_jax.tiles.arch import as_if_attached
 from coda_jax.tiles.table import attached_device
 from coda_jax.tools import text
@@ -292,7 +292,7 @@ def explained(
         elif equation.primitive is coda_note_p:
             notes[equation.params["message"]] += times
             remedies[equation.params["message"]] = equation.params["remedy"]
-        elif equation.primitive is coda_told_p:
+        elif equation.primitive is coda_plan_text_p:
             blocks[equation.params["text"]] += times
     graphs = graphs_of(jaxpr)
     find_attention(graphs)

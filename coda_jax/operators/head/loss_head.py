@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue import ReductionOp, logsumexp
-from coda_jax.jaxprs.walk import unexpected
+from coda_jax.jaxprs.walk import with_fallback
 from coda_jax.lowering.on_devices import across
 from coda_jax.operators.deferred_norm import DeferredNorm
 from coda_jax.operators.head.arrays import (
@@ -125,7 +125,7 @@ class LossHead:
         if shift is None:
             return stats
         again = partial(LossHead.statistics, self.logit_head(), tokens, kernel, labels, mask)
-        return unexpected(self._on_any_shard(is_lost), again, stats)
+        return with_fallback(self._on_any_shard(is_lost), again, stats)
 
     def values_and_gradients(
         self,
@@ -164,7 +164,7 @@ class LossHead:
             return found
         arguments: Any = tokens, kernel, labels, weights, *coefficients
         again = partial(LossHead.values_and_gradients, self.logit_head(), *arguments, value=value)
-        return unexpected(self._on_any_shard(is_lost), again, found)
+        return with_fallback(self._on_any_shard(is_lost), again, found)
 
     def pullback(
         self,
