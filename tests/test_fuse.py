@@ -529,8 +529,9 @@ def test_heads_that_are_rotated_in_float32_are_stored_once_as_attention_reads_th
     turning, without = (
         coda.explain(jax.grad(coda.fuse(loss_with(f))), w, x, platform="cuda").totals for f in (turned, lambda h: h)
     )
-    assert turning.kept_bytes == without.kept_bytes
-    assert turning.passes_bytes < without.passes_bytes + 5 * math.prod(x.shape) * 2  # two cotangents are turned back
+    statistics = 4 * math.prod(rows) * heads[0]  # the log-sum-exp
+    assert turning.kept_bytes <= without.kept_bytes + statistics
+    assert turning.passes_bytes < without.passes_bytes + math.prod(x.shape) * 2  # tables alone: attention turns back
 
 
 def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):
