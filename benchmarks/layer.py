@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import compare, plain_llama, results, timing
-from coda_jax.extend import Head, heads_apart, in_heads
+from coda_jax.extend import Head, in_heads, split_heads
 from flax_layers import LlamaConfig
 
 # D, F, heads, kv heads: Llama-3-1B's and Llama-3-8B's.
@@ -72,7 +72,7 @@ def _layer(x: Any, p: Any, y: Any, angles: Any, config: LlamaConfig) -> tuple[An
     dim, queries = config.resolved_head_dim, config.num_attention_heads
     ends = queries * dim, (queries + config.resolved_num_key_value_heads) * dim
     z = rms_norm(x, p["attention_norm"]) @ p["qkv"]
-    return x, *heads_apart(z, tuple(angles), (), Head(dim, 0.0), ends)
+    return x, *split_heads(z, tuple(angles), (), Head(dim, 0.0), ends)
 
 
 def separate(p: Params, config: LlamaConfig, *, packed_qkv: bool) -> Params:

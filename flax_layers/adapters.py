@@ -15,7 +15,7 @@ from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import add_residual, array
 from flax_layers.as_block import check_residual
 from flax_layers.fp8 import History
-from flax_layers.linear import added, apply_as_one_product, is_linear
+from flax_layers.linear import add_product, apply_as_one_product, is_linear
 from flax_layers.project import project
 from flax_layers.residual import Sum
 
@@ -73,7 +73,7 @@ class LowRank(NamedTuple):
         y: jax.Array = project(x, self.lora.lora_a[...], dtype=self.lora.dtype or self.dtype)
         return y
 
-    def added(self, inner: jax.Array, y: jax.Array) -> jax.Array:
+    def add_product(self, inner: jax.Array, y: jax.Array) -> jax.Array:
         """y + inner @ b, in y's dtype."""
         dtype = self.lora.dtype or self.dtype
         total: jax.Array = project(
@@ -107,7 +107,7 @@ def apply(layer: Callable[..., Any], x: jax.Array | Stream | DeferredNorm | coda
         return apply_as_one_product([layer], x)
     adapter = LowRank.of(layer)
     assert adapter is not None
-    return adapter.added(adapter.inner(x), apply_as_one_product([adapter], x))
+    return adapter.add_product(adapter.inner(x), apply_as_one_product([adapter], x))
 
 
 def apply_and_add(layer: Callable[..., Any], x: jax.Array, residual: Sum | None) -> Any:
@@ -115,7 +115,7 @@ def apply_and_add(layer: Callable[..., Any], x: jax.Array, residual: Sum | None)
     if residual is None:
         return apply(layer, x)
     if is_linear(layer):
-        return added(layer, x, residual)
+        return add_product(layer, x, residual)
     y = layer(x)
     check_residual(residual.array.shape, y.shape)
     total = (residual.array + y).astype(residual.array.dtype)

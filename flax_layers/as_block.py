@@ -12,7 +12,7 @@ from flax.core import spmd
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import array, norm_value, stored
+from coda_jax.extend import array, norm_value, store_as
 from flax_layers.sharding import normalized
 
 
@@ -51,7 +51,7 @@ def _block(name: str, lines: Callable[..., Any], dtype: np.dtype[Any]) -> Callab
     return coda.block(dtype=dtype, name=name)(on_values)
 
 
-def called(layer: nnx.Module, lines: Callable[..., Any], x: Any, residual: Any, *arrays: Any, dtype: Any) -> Any:
+def call_as_block(layer: nnx.Module, lines: Callable[..., Any], x: Any, residual: Any, *arrays: Any, dtype: Any) -> Any:
     """lines(layer, h, *arrays) [+ residual] as a block, h the value of x.
 
     Args:
@@ -96,7 +96,7 @@ def _added(
         return made
     y, *beside = made if isinstance(made, tuple) else (made,)
     check_residual(residual.shape, y.shape)
-    y = stored(residual + y, out_dtype)
+    y = store_as(residual + y, out_dtype)
     if is_stream:
         stream = Stream(cast(Any, y))
         y = stream.with_statistic() if has_sums else stream

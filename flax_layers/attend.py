@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax.extend import explicit_axes, explicit_cuts, placed, prefers_cudnn, without_axes
+from coda_jax.extend import explicit_axes, explicit_cuts, prefers_cudnn, with_sharding, without_axes
 from flax_layers.activation import soft_capped
 from flax_layers.config_checks import check_implementation
 from flax_layers.decoding.kv_cache import KVCache
@@ -306,7 +306,7 @@ def _on_explicit_shards(
         specs["segment_ids"] = PartitionSpec(*(axes or None for axes in rows), None)
     if arrays["sinks"] is not None:
         specs["sinks"] = PartitionSpec(heads or None)
-    resharded = {name: placed(arrays[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    resharded = {name: with_sharding(arrays[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
 
     def on_shard(shards: dict[str, jax.Array]) -> jax.Array:
         return function(*(shards.get(name) for name in arrays))

@@ -18,7 +18,7 @@ from coda_jax import rotary as rotary
 from coda_jax.extend import explicit_cuts, in_heads, in_whole_heads
 from flax_layers import on_values
 from flax_layers.adapters import LowRank, apply, apply_and_add, have_kernels
-from flax_layers.as_block import called
+from flax_layers.as_block import call_as_block
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.config_checks import check_implementation, check_positive_argument
@@ -270,7 +270,7 @@ class Attention(nnx.Module):
         if (reason := why_not(self, x)) is None:
             dtype = dtype_of_products([self], x)
             arrays = mask, segment_ids, cache, bias, keys_values
-            return called(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
+            return call_as_block(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
         q, k, v = self._query_key_value(x, angles, keys_values)
         q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
         y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias, self._sinks())
@@ -310,7 +310,9 @@ class Attention(nnx.Module):
         layers = self._projections()
         if why_not_linears(self, layers) is None:
             dtype = dtype_of_products(layers, x)
-            blocks: list[jax.Array] = called(self, on_values.query_key_value, x, None, angles, keys_values, dtype=dtype)
+            blocks: list[jax.Array] = call_as_block(
+                self, on_values.query_key_value, x, None, angles, keys_values, dtype=dtype
+            )
             return blocks
         if keys_values is not None:
             return [self._normed(apply(self.query, x), self.q_norm), *keys_values]

@@ -14,7 +14,7 @@ import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from flax_layers import on_values
 from flax_layers.adapters import apply
-from flax_layers.as_block import called
+from flax_layers.as_block import call_as_block
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.axis_metadata import name_parameters
@@ -158,7 +158,7 @@ class CrossAttention(Attention):
         layers = [self.key, self.value]
         if why_not_linears(self, layers) is None:
             dtype = dtype_of_products(layers, context)
-            result: list[jax.Array] = called(self, on_values.key_value, context, None, dtype=dtype)
+            result: list[jax.Array] = call_as_block(self, on_values.key_value, context, None, dtype=dtype)
             return result
         k, v = (apply(layer, context) for layer in layers)
         return [self._normed(k, self.k_norm), v]

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
 from coda_jax.extend import add_residual, add_residual_sumsq
-from coda_jax.extend import joined as joined_vectors
+from coda_jax.extend import concatenate as joined_vectors
 from coda_jax.extend import product as fused_product
-from flax_layers.as_block import called, check_residual
+from flax_layers.as_block import call_as_block, check_residual
 from flax_layers.fp8 import History, history_of
 from flax_layers.project import add_bias, project
 from flax_layers.residual import Residual, Sum
@@ -127,7 +127,7 @@ class Linear(nnx.Module):
         if isinstance(x, DeferredNorm) or self.fp8 is not None:
             return _in_block(self, x, target)
         if target is not None:
-            return added(self, x, target)
+            return add_product(self, x, target)
         biases = () if self.bias is None else (self.bias[...],)
         y: jax.Array = project(x, self.kernel[...], *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
         return y
@@ -135,14 +135,14 @@ class Linear(nnx.Module):
 
 def _in_block(layer: Linear, x: Any, residual: Sum | None) -> Any:
     dtype = layer.dtype or jnp.result_type(x.dtype, layer.kernel[...])
-    return called(layer, _lines, x, residual, dtype=dtype)
+    return call_as_block(layer, _lines, x, residual, dtype=dtype)
 
 
 def _lines(layer: Linear, x: Any) -> Any:
     return apply_as_one_product([layer], x).named("norm_projection")  # of `flax_layers.remat`
 
 
-def added(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:
+def add_product(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:
     """The map of x added to the residual, in one product."""
     if layer.fp8 is not None:
         return _in_block(layer, x, residual)

@@ -210,7 +210,7 @@ def logits_of(
         return plain if soft_cap is None else soft_capped(plain, soft_cap=soft_cap)
     w, transposed, low_rank = adapted
     y = project(x, w, dtype=low_rank.dtype, transpose_b=transposed)
-    logits = low_rank.added(low_rank.inner(x), y)
+    logits = low_rank.add_product(low_rank.inner(x), y)
     return logits if soft_cap is None else soft_capped(logits.astype(jnp.float32), soft_cap=soft_cap).astype(y.dtype)
 
 

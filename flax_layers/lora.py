@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from coda_jax.extend import explicit_cuts, explicit_sharding, halves_apart, halves_joined
+from coda_jax.extend import explicit_cuts, explicit_sharding, join_halves, split_halves
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.linear import Linear
 from flax_layers.lm_head import LMHead
@@ -125,7 +125,7 @@ def _take_out(model: Any, *, merge: bool) -> None:
             kernel = base.kernel[...]
             base.kernel[...] = (kernel.astype(jnp.float32) + _delta(kernel, lora)).astype(kernel.dtype)
         if name == "gate_up":
-            parent.gate_up = nnx.Param(halves_apart(base.kernel[...]))
+            parent.gate_up = nnx.Param(split_halves(base.kernel[...]))
         elif isinstance(adapter, nnx.LoRALinear):
             bias = None if base.bias is None else base.bias[...]
             setattr(parent, name, _linear(base.kernel[...], bias, base.dtype))
@@ -138,7 +138,7 @@ def put_lora(parent: Any, name: str, a: jax.Array, b: jax.Array, *, dtype: DType
     """Puts an nnx.LoRA with these arrays, (D, r) and (r, N) or stacks of them, around the projection `name`."""
     base = getattr(parent, name)
     if name == "gate_up" and not isinstance(base, nnx.Module):
-        base = _linear(halves_joined(base[...]), None, parent.dtype)
+        base = _linear(join_halves(base[...]), None, parent.dtype)
     base_dtype = base.dtype
 
     def abstract() -> nnx.LoRA:

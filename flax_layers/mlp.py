@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 
 import coda_jax as coda
 from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import halves_apart, placed_alike
+from coda_jax.extend import split_halves, with_same_sharding
 from flax_layers import on_values
 from flax_layers.activation import Activation, activation_of
 from flax_layers.adapters import apply, apply_and_add
-from flax_layers.as_block import called
+from flax_layers.as_block import call_as_block
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.fp8 import history_of
 from flax_layers.linear import Linear, default_kernel_init, is_linear
@@ -54,9 +54,9 @@ class _FeedForward(nnx.Module):
             return self._on_value(x)
         target = Sum.of(residual, x)
         if (reason := why_not(self, x)) is None:
-            return called(self._in_block(), _lines, x, target, dtype=dtype_of_products([self], x))
+            return call_as_block(self._in_block(), _lines, x, target, dtype=dtype_of_products([self], x))
         if why_not_linears(self, self._ups()) is None:
-            hidden = called(self._in_block(), _hidden_lines, x, None, dtype=dtype_of_products([self], x))
+            hidden = call_as_block(self._in_block(), _hidden_lines, x, None, dtype=dtype_of_products([self], x))
         else:
             zs = [apply(up, x) for up in self._ups()]
             wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
@@ -159,14 +159,14 @@ class GatedMLP(_FeedForward):
         if not self.separate_gate_up or not is_linear(self.gate, self.up):
             return self
         layer: GatedMLP = nnx.merge(*nnx.split(self))
-        layer.gate_up = nnx.Param(jnp.stack(placed_alike(self.split_kernel(), None), axis=1))
+        layer.gate_up = nnx.Param(jnp.stack(with_same_sharding(self.split_kernel(), None), axis=1))
         layer.gate_up_history = layer.gate.fp8_history
         layer.gate = layer.up = nnx.data(None)
         layer.separate_gate_up = False
         return layer
 
     def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        gate, up = zs if self.separate_gate_up else jnp.moveaxis(halves_apart(zs[0]), -2, 0)
+        gate, up = zs if self.separate_gate_up else jnp.moveaxis(split_halves(zs[0]), -2, 0)
         return self.activation(gate) * up
 
     def _ups(self) -> list[Any]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import coda_jax as coda
-from coda_jax.extend import Head, array, heads_apart, heads_turned, in_heads, with_fallback_note
+from coda_jax.extend import Head, array, in_heads, rotate_heads, split_heads, with_fallback_note
 from flax_layers.adapters import apply, have_kernels
 from flax_layers.fp8 import History
 from flax_layers.linear import Linear, apply_as_one_product, is_linear, product
@@ -194,14 +194,14 @@ def query_key_value(layer: Any, x: Any, angles: Angles, keys_values: Sequence[An
     (q_scale, k_scale), head = _norms_of_heads(layer, x)
     if keys_values is not None:
         q = _over_width(layer, apply(layer.query, x), layer.q_norm)
-        heads = [heads_turned(q, tables, q_scale, head), *map(x._trace.value, keys_values)]
+        heads = [rotate_heads(q, tables, q_scale, head), *map(x._trace.value, keys_values)]
     elif layer.qk_norm == "width" or (len(layers) > 1 and not is_linear(*layers)):
         z_q, z_k, v = (apply(one, x) for one in layers)
         z_q, z_k = (_over_width(layer, z, norm) for z, norm in ((z_q, layer.q_norm), (z_k, layer.k_norm)))
-        heads = [heads_turned(z_q, tables, q_scale, head), heads_turned(z_k, tables, k_scale, head), v]
+        heads = [rotate_heads(z_q, tables, q_scale, head), rotate_heads(z_k, tables, k_scale, head), v]
     else:
         z = apply_as_one_product(layers, x) if is_linear(*layers) else apply(layers[0], x)
-        heads = heads_apart(z, tables, () if q_scale is None else (q_scale, k_scale), head, layer._ends)
+        heads = split_heads(z, tables, () if q_scale is None else (q_scale, k_scale), head, layer._ends)
     # With norms over each head, q and k before the norms come after q, k and v.
     specs = _column_specs(layer._specs(heads[0].shape[:-1]))
     each = zip(heads, (*QKV, *QKV[:2]), (*specs, *specs[:2]), strict=False)
@@ -217,7 +217,7 @@ def key_value(layer: Any, x: Any) -> list[Any]:
     """
     (_, k_scale), head = _norms_of_heads(layer, x)
     k, v = (apply(one, x) for one in (layer.key, layer.value))
-    heads = heads_turned(_over_width(layer, k, layer.k_norm), (), k_scale, head), v
+    heads = rotate_heads(_over_width(layer, k, layer.k_norm), (), k_scale, head), v
     specs = _column_specs(layer._specs(x.shape[:-1]))[1:]
     return [y.named(name).constrained(spec) for y, name, spec in zip(heads, QKV[1:], specs, strict=True)]
 

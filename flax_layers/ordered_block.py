@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from coda_jax import Stream
-from coda_jax.extend import array, stored
+from coda_jax.extend import array, store_as
 from flax_layers.as_block import in_block
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
@@ -176,7 +176,7 @@ def _on_values(
     def mlp(h: Any) -> Any:
         return block.mlp(h).named(LAYER_OUTPUT)
 
-    y: Any = stored(order(block, stream, attention, mlp), out_dtype)
+    y: Any = store_as(order(block, stream, attention, mlp), out_dtype)
     return Stream(y).with_statistic() if has_sums else Stream(y), longer
 
 

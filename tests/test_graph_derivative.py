@@ -11,7 +11,7 @@ import coda_jax as coda
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.evaluate import evaluate
 from coda_jax.graph.norm import scaled_backward
-from coda_jax.graph.values import Leaf, Map, Product, mapped, reachable
+from coda_jax.graph.values import Leaf, Map, Product, make_map, reachable
 from tests.gemm_cases import assert_close
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
@@ -33,42 +33,42 @@ class InJax:
         return jnp.matmul(a, b)
 
     @staticmethod
-    def mapped(f, *inputs, pullback=None):
+    def make_map(f, *inputs, pullback=None):
         return f(*inputs)
 
 
 class InGraph:
-    product, mapped = staticmethod(Product), staticmethod(mapped)
+    product, make_map = staticmethod(Product), staticmethod(make_map)
 
 
 def feed_forward(of, x, up, down):
-    return of.mapped(jnp.add, of.product(of.mapped(swiglu, of.product(x, up)), down), x)
+    return of.make_map(jnp.add, of.product(of.make_map(swiglu, of.product(x, up)), down), x)
 
 
 def norm(of, x, scale, up):
     """Read three times; a vector, and a sum along rows."""
-    rstd = of.mapped(lambda x: jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-6), x)
-    y = of.mapped(lambda x, rstd, scale: x * rstd * scale, x, rstd, scale)
-    return of.mapped(lambda z, x: jnp.tanh(z) + jnp.sum(x), of.product(y, up), x)
+    rstd = of.make_map(lambda x: jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-6), x)
+    y = of.make_map(lambda x, rstd, scale: x * rstd * scale, x, rstd, scale)
+    return of.make_map(lambda z, x: jnp.tanh(z) + jnp.sum(x), of.product(y, up), x)
 
 
 def several_results(of, x, up):
-    one, _, other = of.mapped(lambda z: (jnp.sin(z), z * z, z), of.product(x, up))
-    return of.mapped(lambda one, other: one * other, one, other)
+    one, _, other = of.make_map(lambda z: (jnp.sin(z), z * z, z), of.product(x, up))
+    return of.make_map(lambda one, other: one * other, one, other)
 
 
 def layouts(of, a, b, c, d):
     first = of.product(a, b, transpose_a=True)
     second = of.product(first, c, transpose_b=True)
-    return of.product(of.mapped(jnp.sin, second), d, transpose_a=True, transpose_b=True)
+    return of.product(of.make_map(jnp.sin, second), d, transpose_a=True, transpose_b=True)
 
 
 def one_weight_twice(of, x, w):
-    return of.product(of.mapped(jnp.tanh, of.product(x, w)), w, transpose_b=True)
+    return of.product(of.make_map(jnp.tanh, of.product(x, w)), w, transpose_b=True)
 
 
 def labels(of, x, up, rows):
-    return of.mapped(lambda z, rows: jnp.where(rows > 0, z, 0.5 * z), of.product(x, up), rows)
+    return of.make_map(lambda z, rows: jnp.where(rows > 0, z, 0.5 * z), of.product(x, up), rows)
 
 
 def integers(rng, shape):
@@ -155,7 +155,7 @@ def test_a_pullback_in_other_terms():
 
     def exponential(of, x, w):
         pullback = lambda y, z, dy: (2 * y * dy,)  # noqa: E731  twice the truth, so that it is seen
-        return of.mapped(jnp.exp, of.product(x, w), pullback=pullback)
+        return of.make_map(jnp.exp, of.product(x, w), pullback=pullback)
 
     @jax.custom_vjp
     def doubled(z):
@@ -174,7 +174,7 @@ def test_a_pullback_in_other_terms():
 def test_a_pullback_may_leave_inputs_out():
     def scaled(of, x, w, scale):
         pullback = lambda y, z, scale, dy: (dy * scale, None)  # noqa: E731
-        return of.mapped(lambda z, scale: z * scale, of.product(x, w), scale, pullback=pullback)
+        return of.make_map(lambda z, scale: z * scale, of.product(x, w), scale, pullback=pullback)
 
     x, w = arrays("feed-forward")[:2]
     dx, dw, dscale = gradients(scaled, [x, w, jnp.float32(3)])
@@ -186,9 +186,9 @@ def test_inner_products_of_a_result_that_a_linear_map_reads_too():
     """The cotangent of a result is more than what its readers give it."""
 
     def block(of, x, w, rstd):
-        by_pullback = functools.partial(mapped, jnp.multiply, pullback=scaled_backward, takes_inner=True)
+        by_pullback = functools.partial(make_map, jnp.multiply, pullback=scaled_backward, takes_inner=True)
         y = (jnp.multiply if of is InJax else by_pullback)(of.product(x, w), rstd)
-        return y, of.mapped(lambda y: 2 * y, y)
+        return y, of.make_map(lambda y: 2 * y, y)
 
     args = [*arrays("feed-forward")[:2], jnp.linspace(1.0, 2.0, M)[:, None]]
     leaves = [Leaf(x.shape, x.dtype) for x in args]
@@ -206,11 +206,11 @@ def test_a_product_reads_a_recovered_factor():
     """The derivative of a second product reads what is computed from the results of a map, here twice the factor."""
     leaves = x, w, v = [Leaf(shape, jnp.float32) for shape in ((M, D), (D, F), (F, D))]
     z = Product(x, w)
-    y = mapped(jnp.exp, z)
-    z.recovered = mapped(lambda y: 2 * jnp.log(y), y)
+    y = make_map(jnp.exp, z)
+    z.recovered = make_map(lambda y: 2 * jnp.log(y), y)
     a = Product(y, v)
     b = Product(z, v)
-    out = mapped(jnp.add, a, b)
+    out = make_map(jnp.add, a, b)
     dout = Leaf(out.shape, jnp.float32)
     of_x, of_w, of_v = (0.3 * one for one in arrays("feed-forward"))
     known = {x: of_x, w: of_w[:, :F], v: of_v, dout: jnp.ones(out.shape)}
@@ -222,10 +222,10 @@ def test_a_product_reads_a_recovered_factor():
 @pytest.mark.smoke
 def test_a_cotangent_is_rounded_where_its_value_is():
     x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
-    y = mapped(jnp.tanh, Product(x, w))
+    y = make_map(jnp.tanh, Product(x, w))
     for is_rounded in (True, False):
         y.is_rounded = is_rounded
-        out = mapped(jnp.sin, y)
+        out = make_map(jnp.sin, y)
         found = reachable(cotangents_of([out], [Leaf(out.shape, jnp.float32)], [x, w]))
         (dy,) = (one for one in found if one.cotangent_of is y)
         assert dy.is_rounded == is_rounded
@@ -236,7 +236,7 @@ def test_quantised_factors():
 
     def quantised(of, x, scale):
         straight = lambda q, x, scale, dq: (dq, None)  # noqa: E731
-        return of.mapped(lambda x, scale: coda.saturate(x * scale, E4M3), x, scale, pullback=straight)
+        return of.make_map(lambda x, scale: coda.saturate(x * scale, E4M3), x, scale, pullback=straight)
 
     def rounded(x):
         return x + jax.lax.stop_gradient(coda.saturate(x, E4M3).astype(jnp.float32) - x)
@@ -246,7 +246,7 @@ def test_quantised_factors():
 
     def block(of, x, up, down, scale):
         z = of.product(quantised(of, x, scale), quantised(of, up, scale))
-        return of.product(quantised(of, of.mapped(jax.nn.gelu, z), scale), quantised(of, down, scale))
+        return of.product(quantised(of, of.make_map(jax.nn.gelu, z), scale), quantised(of, down, scale))
 
     x, up, down = arrays("feed-forward")
     args = [x, up[:, :F], down, jnp.float32(1)]
@@ -263,9 +263,9 @@ def test_zeros_are_no_cotangents():
     leaves = [Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32), Leaf((M, D), jnp.float32)]
     x, w, _ = leaves
     z = Product(x, w)
-    constant = mapped(lambda z: jnp.zeros_like(z), z)
+    constant = make_map(lambda z: jnp.zeros_like(z), z)
     assert cotangents_of([constant, z], [Leaf(z.shape, jnp.float32), None], leaves) == [None] * 3
-    found = cotangents_of([mapped(jnp.add, z, constant)], [Leaf(z.shape, jnp.float32)], leaves)
+    found = cotangents_of([make_map(jnp.add, z, constant)], [Leaf(z.shape, jnp.float32)], leaves)
     assert [x is None for x in found] == [False, False, True]
     frozen = Leaf((D, F), jnp.float32, has_cotangent=False)
     y = Product(x, frozen)
@@ -284,18 +284,18 @@ def test_mistakes_are_told_where_they_are_made():
         def two(x):
             return x, x
 
-        mapped(two, x, pullback=lambda *_: (None,))
+        make_map(two, x, pullback=lambda *_: (None,))
 
     def outer(traced):
-        mapped(lambda x: x * traced, x)
+        make_map(lambda x: x * traced, x)
         return traced
 
     with pytest.raises(TypeError, match="closes over an array"):
         jax.jit(outer)(jnp.ones(()))
-    z = mapped(jnp.tanh, x, pullback=lambda y, x, dy: (dy, dy))
+    z = make_map(jnp.tanh, x, pullback=lambda y, x, dy: (dy, dy))
     with pytest.raises(TypeError, match="gives 2 cotangents; it must give a cotangent for each of 1 inputs"):
         cotangents_of([z], [Leaf(z.shape, jnp.float32)], [x])
     with pytest.raises(KeyError, match=r"no array of a leaf of shape \(8, 16\)"):
         evaluate([Product(x, w)], {x: jnp.ones((M, D))}, jnp.float32)
     with pytest.raises(ValueError, match="branches on a traced value"):
-        mapped(lambda x: x if x > 0 else -x, x)
+        make_map(lambda x: x if x > 0 else -x, x)

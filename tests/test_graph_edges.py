@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 import coda_jax as coda
 from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.function import graph_of
-from coda_jax.graph.values import Leaf, Product, mapped
+from coda_jax.graph.values import Leaf, Product, make_map
 from tests.gemm_cases import assert_close
 from tests.test_graph_plan import total
 
@@ -36,7 +36,7 @@ def compared(f, in_jax, *args, **options):
 def test_each_cotangent_has_its_arrays_dtype():
     """Also where one value is several: of a sum both are the result's."""
     x, r = random(0, M, D), random(1, M, D, dtype=jnp.bfloat16)
-    graph = graph_of(lambda x, r: mapped(jnp.add, x, r), [x, r], dtype=jnp.float32)
+    graph = graph_of(lambda x, r: make_map(jnp.add, x, r), [x, r], dtype=jnp.float32)
     dx, dr = jax.grad(total(graph), (0, 1))(x, r)
     assert (dx.dtype, dr.dtype) == (jnp.float32, jnp.bfloat16)
     assert_close(dx, jnp.cos(x + r))
@@ -57,8 +57,8 @@ def test_results_that_are_read_too(dtype):
     """A result's dtype is not what other maps read."""
 
     def f(x, w, back):
-        made = mapped(lambda z: (z > 0).astype(dtype), Product(x, w))
-        beside = mapped(lambda z, made: jnp.where(made != 0, z, -z), Product(x, w), made)
+        made = make_map(lambda z: (z > 0).astype(dtype), Product(x, w))
+        beside = make_map(lambda z, made: jnp.where(made != 0, z, -z), Product(x, w), made)
         return beside, made
 
     x, w = random(0, M, D), random(1, D, N)
@@ -70,8 +70,8 @@ def test_results_that_are_read_too(dtype):
 
 def test_a_sum_that_is_rounded_as_a_result_is_read_as_it_is():
     def f(x, w):
-        sums = mapped(lambda z: jnp.sum(z, axis=1, keepdims=True), Product(x, w))
-        return mapped(jnp.multiply, Product(x, w), sums), sums
+        sums = make_map(lambda z: jnp.sum(z, axis=1, keepdims=True), Product(x, w))
+        return make_map(jnp.multiply, Product(x, w), sums), sums
 
     x, w = random(0, M, D), random(1, D, N)
     y, sums = graph_of(f, [x, w], dtype=jnp.float32, out_dtypes=[jnp.float32, jnp.bfloat16])(x, w)
@@ -84,7 +84,7 @@ def test_sums_of_an_operand_inside_of_a_map():
         return jnp.tanh(z) + jnp.sum(x, axis=1, keepdims=True)
 
     compared(
-        lambda x, w: mapped(add_sums, Product(x, w), x),
+        lambda x, w: make_map(add_sums, Product(x, w), x),
         lambda x, w: add_sums(x @ w, x),
         random(0, M, D),
         random(1, D, N),
@@ -94,10 +94,14 @@ def test_sums_of_an_operand_inside_of_a_map():
 def test_transposes_inside_of_maps():
     """A transposed tile is what an epilogue stores last: nothing there reads it."""
     x, w, t = random(0, M, D), random(1, D, M), random(2, M, M)
-    of_product = lambda x, w: mapped(jnp.add, z := Product(x, w), mapped(lambda z: z.T, z))  # noqa: E731
+    of_product = lambda x, w: make_map(jnp.add, z := Product(x, w), make_map(lambda z: z.T, z))  # noqa: E731
     compared(of_product, lambda x, w: x @ w + (x @ w).T, x, w)
     compared(
-        lambda x, w, t: mapped(jnp.add, Product(x, w), mapped(lambda t: t.T, t)), lambda x, w, t: x @ w + t.T, x, w, t
+        lambda x, w, t: make_map(jnp.add, Product(x, w), make_map(lambda t: t.T, t)),
+        lambda x, w, t: x @ w + t.T,
+        x,
+        w,
+        t,
     )
 
 
@@ -108,7 +112,7 @@ def test_halves_of_halves():
         one, other = jnp.split(z, 2, axis=1)
         return one * jax.nn.sigmoid(other)
 
-    f = lambda x, w, t: mapped(jnp.add, Product(x, w), mapped(half, mapped(half, t)))  # noqa: E731
+    f = lambda x, w, t: make_map(jnp.add, Product(x, w), make_map(half, make_map(half, t)))  # noqa: E731
     compared(f, lambda x, w, t: x @ w + half(half(t)), random(0, M, D), random(1, D, N), random(2, M, 4 * N))
 
 
@@ -116,7 +120,7 @@ def test_a_chain_of_maps_takes_time_linear_in_its_length():
     def chain(x, w):
         h = Product(x, w)
         for _ in range(60):
-            h = mapped(lambda h, t: h + t, h, mapped(jnp.tanh, h))
+            h = make_map(lambda h, t: h + t, h, make_map(jnp.tanh, h))
         return h
 
     started = time.perf_counter()
@@ -125,7 +129,7 @@ def test_a_chain_of_maps_takes_time_linear_in_its_length():
 
 
 def test_maps_to_16_bits():
-    f = lambda x, w: mapped(lambda z: z.astype(jnp.bfloat16), Product(x, w))  # noqa: E731
+    f = lambda x, w: make_map(lambda z: z.astype(jnp.bfloat16), Product(x, w))  # noqa: E731
     x, w = random(0, M, D), random(1, D, N)
     graph = graph_of(f, [x, w], dtype=jnp.float32)
     found = jax.grad(total(graph), (0, 1))(x, w)
@@ -136,7 +140,7 @@ def test_maps_to_16_bits():
 
 def test_rows_that_are_one_axis_of_some_arrays():
     x, w, t, column = random(0, 3, 4, D), random(1, D, N), random(2, M, N), random(3, M, 1)
-    f = lambda x, w, t, c: mapped(lambda z, t, c: z + t * c, Product(x, w), t, c)  # noqa: E731
+    f = lambda x, w, t, c: make_map(lambda z, t, c: z + t * c, Product(x, w), t, c)  # noqa: E731
     compared(f, lambda x, w, t, c: x @ w + (t * c).reshape(3, 4, N), x, w, t, column, rows=(3, 4))
     squares = lambda x, w: Product(z := Product(x, w), z, transpose_b=True)  # noqa: E731
     graph = graph_of(squares, [x, w], dtype=jnp.float32, rows=(3, 4))
@@ -147,7 +151,7 @@ def test_rows_that_are_one_axis_of_some_arrays():
 def test_a_weight_with_as_many_rows():
     """Rows follow from what a value is made of, not from its size."""
     x, w = random(0, 2, 4, D), random(1, D, N)
-    f = lambda x, w: Product(x, mapped(lambda w, x: w * jnp.mean(x * x), w, x))  # noqa: E731
+    f = lambda x, w: Product(x, make_map(lambda w, x: w * jnp.mean(x * x), w, x))  # noqa: E731
     compared(f, lambda x, w: x @ (w * jnp.mean(x * x)), x, w, rows=(2, 4))
 
 
@@ -155,7 +159,7 @@ def test_inside_a_region():
     """Weights that do not vary over a manual mesh axis get the sum of its gradients."""
     x, w, scale = random(0, M, D), random(1, D, N), random(2, N)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    block = lambda x, w, s: mapped(lambda z, s: jnp.tanh(z) * s, Product(x, w), s)  # noqa: E731
+    block = lambda x, w, s: make_map(lambda z, s: jnp.tanh(z) * s, Product(x, w), s)  # noqa: E731
 
     def inside(x, w, s):
         return graph_of(block, [x, w, s], dtype=jnp.float32)(x, w, s)[0]
@@ -167,7 +171,7 @@ def test_inside_a_region():
 
 def test_refusals():
     x, w = Leaf((M, D), jnp.float32), Leaf((D, N), jnp.float32)
-    eight = mapped(lambda x: coda.saturate(x, jnp.float8_e4m3fn), x)
+    eight = make_map(lambda x: coda.saturate(x, jnp.float8_e4m3fn), x)
     with pytest.raises(ValueError, match="both must be of 8 bits, or neither"):
         Product(eight, w)
     with pytest.raises(TypeError, match="state a pullback"):

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from coda_jax.graph.function import graph_of
-from coda_jax.graph.values import mapped
+from coda_jax.graph.values import make_map
 from tests.gemm_cases import assert_close
 from tests.test_graph_derivative import InGraph, InJax, swiglu
 from tests.test_graph_plan import normed_product, total
@@ -22,34 +22,34 @@ def applied_norm(of, x, scale):
     width = x.shape[1]
     if of is InJax:
         return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-6) * scale
-    sums = mapped(lambda x: jnp.sum(lax.stop_gradient(x * x), axis=1, keepdims=True), x)
+    sums = make_map(lambda x: jnp.sum(lax.stop_gradient(x * x), axis=1, keepdims=True), x)
     pullback = lambda r, x, s, dr: (x * -(dr * r**3 / width), None)  # noqa: E731
-    rstd = mapped(lambda x, s: lax.rsqrt(s / width + 1e-6), x, sums, pullback=pullback)
-    return mapped(lambda x, rstd, scale: x * rstd * scale, x, rstd, scale)
+    rstd = make_map(lambda x, s: lax.rsqrt(s / width + 1e-6), x, sums, pullback=pullback)
+    return make_map(lambda x, rstd, scale: x * rstd * scale, x, rstd, scale)
 
 
 def gated(of, z, down):
-    return of.product(of.mapped(swiglu, z), down)
+    return of.product(of.make_map(swiglu, z), down)
 
 
 def no_norm(of, x, up, up_bias, down, down_bias):
-    hidden = of.mapped(lambda z, b: jax.nn.gelu(z + b), of.product(x, up), up_bias)
-    return of.mapped(lambda y, b, x: y + b + x, of.product(hidden, down), down_bias, x)
+    hidden = of.make_map(lambda z, b: jax.nn.gelu(z + b), of.product(x, up), up_bias)
+    return of.make_map(lambda y, b, x: y + b + x, of.product(hidden, down), down_bias, x)
 
 
 def adapter(of, x, up, a, b, down):
     """Low-rank, inside of the chain."""
-    z = of.mapped(lambda z, low: z + 2 * low, of.product(x, up), of.product(of.product(x, a), b))
-    return of.mapped(jnp.add, gated(of, z, down), x)
+    z = of.make_map(lambda z, low: z + 2 * low, of.product(x, up), of.product(of.product(x, a), b))
+    return of.make_map(jnp.add, gated(of, z, down), x)
 
 
 def post_norm(of, x, up, down, scale):
-    return applied_norm(of, of.mapped(jnp.add, gated(of, of.product(x, up), down), x), scale)
+    return applied_norm(of, of.make_map(jnp.add, gated(of, of.product(x, up), down), x), scale)
 
 
 def norm_before_sum(of, x, up, down, scale):
     """As OLMo 2's."""
-    return of.mapped(jnp.add, applied_norm(of, gated(of, of.product(x, up), down), scale), x)
+    return of.make_map(jnp.add, applied_norm(of, gated(of, of.product(x, up), down), scale), x)
 
 
 def sandwich(of, x, before, up, down, after):
@@ -57,15 +57,15 @@ def sandwich(of, x, before, up, down, after):
     if of is InJax:
         z = applied_norm(of, x, before) @ up
     else:
-        sums = mapped(lambda x: jnp.sum(lax.stop_gradient(x * x), axis=1, keepdims=True), x)
+        sums = make_map(lambda x: jnp.sum(lax.stop_gradient(x * x), axis=1, keepdims=True), x)
         z = normed_product(x, sums, before, up)
-    return of.mapped(jnp.add, applied_norm(of, gated(of, z, down), after), x)
+    return of.make_map(jnp.add, applied_norm(of, gated(of, z, down), after), x)
 
 
 def parallel(of, x, gate, up, down, other):
     """Two branches of one array, as GPT-J's."""
-    first, second = gated(of, of.product(x, up), down), of.product(of.mapped(jnp.tanh, of.product(x, gate)), other)
-    return of.mapped(lambda x, y, z: x + y + z, x, first, second)
+    first, second = gated(of, of.product(x, up), down), of.product(of.make_map(jnp.tanh, of.product(x, gate)), other)
+    return of.make_map(lambda x, y, z: x + y + z, x, first, second)
 
 
 UP, DOWN, SCALE = (D, 2 * F), (F, D), (D,)

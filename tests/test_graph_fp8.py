@@ -6,7 +6,7 @@ import pytest
 
 import coda_jax as coda
 from coda_jax.graph.function import graph_of
-from coda_jax.graph.values import Product, Transposed, mapped, transposed
+from coda_jax.graph.values import Product, Transposed, make_map, transposed
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
@@ -20,7 +20,7 @@ SCALES = (2.0, 8.0, 2.0, 8.0, 16.0, 32.0)  # of x, up, hidden, down, and the cot
 def quantised(x, scale, of_cotangent):
     """x rounded to 8 bits, straight through: the cotangent that comes back is that of a product times its own scale."""
     pullback = lambda q, x, s, t, dq: (dq * s / t, None, None)  # noqa: E731
-    return mapped(lambda x, s, t: coda.saturate(x * s, E4M3), x, scale, of_cotangent, pullback=pullback)
+    return make_map(lambda x, s, t: coda.saturate(x * s, E4M3), x, scale, of_cotangent, pullback=pullback)
 
 
 def product(x, w, units, scale, history):
@@ -35,18 +35,18 @@ def product(x, w, units, scale, history):
         None,
         jnp.max(jnp.abs(dy * unit)),
     )
-    return mapped(lambda acc, unit, s, h: acc * unit, acc, units, scale, history, pullback=pullback)
+    return make_map(lambda acc, unit, s, h: acc * unit, acc, units, scale, history, pullback=pullback)
 
 
 def block(x, up, down, history, *scales):
     of_x, of_up, of_hidden, of_down, of_dz, of_dy = scales
-    one = mapped(lambda s, t: 1 / (s * t), of_x, of_up)
-    other = mapped(lambda s, t: 1 / (s * t), of_hidden, of_down)
+    one = make_map(lambda s, t: 1 / (s * t), of_x, of_up)
+    other = make_map(lambda s, t: 1 / (s * t), of_hidden, of_down)
     z = product(quantised(x, of_x, of_dz), transposed(quantised(up, of_up, of_dz)), one, of_dz, history)
-    hidden = mapped(jax.nn.gelu, z)
-    largest = mapped(lambda h: jnp.max(jnp.abs(h)), hidden)
+    hidden = make_map(jax.nn.gelu, z)
+    largest = make_map(lambda h: jnp.max(jnp.abs(h)), hidden)
     y = product(quantised(hidden, of_hidden, of_dy), transposed(quantised(down, of_down, of_dy)), other, of_dy, history)
-    return mapped(jnp.add, y, x), largest
+    return make_map(jnp.add, y, x), largest
 
 
 def in_jax(x, up, down, history, *scales):

@@ -13,7 +13,7 @@ from coda_jax.graph.derivative import cotangents_of
 from coda_jax.graph.evaluate import evaluate
 from coda_jax.graph.function import graph_of
 from coda_jax.graph.plan import Plan
-from coda_jax.graph.values import ForEachRow, Leaf, Product, mapped
+from coda_jax.graph.values import ForEachRow, Leaf, Product, make_map
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
@@ -25,8 +25,8 @@ DIFFERENTIATED = (0, 1, 2, 4)
 
 
 def experts(x, up, down, sizes, weights):
-    hidden = mapped(swiglu, Product(x, up, groups=sizes))
-    scaled = mapped(jnp.multiply, hidden, weights)  # a factor of a row goes through the product
+    hidden = make_map(swiglu, Product(x, up, groups=sizes))
+    scaled = make_map(jnp.multiply, hidden, weights)  # a factor of a row goes through the product
     return Product(scaled, down, groups=sizes)
 
 
@@ -101,7 +101,7 @@ def test_sums_over_rows_are_of_all_groups():
     """A pass of its own: in the epilogue they would be sums of each group."""
     x, up, sizes = Leaf((ROWS, D), jnp.float32), Leaf((GROUPS, D, F), jnp.float32), Leaf((GROUPS,), jnp.int32)
     z = Product(x, up, groups=sizes)
-    of_columns, of_rows = mapped(lambda z: (jnp.sum(z, axis=0), jnp.sum(z, axis=1)), z)
+    of_columns, of_rows = make_map(lambda z: (jnp.sum(z, axis=0), jnp.sum(z, axis=1)), z)
     plan = Plan([of_columns, of_rows])
     assert plan.by_xla == [of_columns] and set(plan.steps[0].stores) == {z, of_rows}
 
@@ -115,7 +115,7 @@ def test_a_vector_of_each_group_is_an_operand_beside_its_groups_alone():
     def shifted(x, up, bias, plain, sizes, others):
         rows = ForEachRow(bias, sizes, ROWS)
         own, other, none = (Product(x, up, groups=sizes), Product(x, up, groups=others), Product(x, plain))
-        return [mapped(lambda z, b: jnp.tanh(z + b), z, rows) for z in (own, other, none)]
+        return [make_map(lambda z, b: jnp.tanh(z + b), z, rows) for z in (own, other, none)]
 
     graph = graph_of(shifted, arrays, dtype=jnp.float32)
     read = [[isinstance(x, ForEachRow) for x in graph.plan.operands(i)] for i in range(3)]

@@ -15,7 +15,7 @@ from coda_jax.graph import plan as plans
 from coda_jax.graph.function import graph_of
 from coda_jax.graph.plan import Plan, is_of_rows
 from coda_jax.graph.run import run
-from coda_jax.graph.values import Leaf, Product, mapped
+from coda_jax.graph.values import Leaf, Product, make_map
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.primitives.gemm_primitive import PRIMITIVES
 from tests.gemm_cases import assert_close
@@ -103,8 +103,8 @@ def test_maps_join_the_product_that_they_read():
 def test_a_sum_along_rows_is_known_behind_its_product():
     x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
     z = Product(x, w)
-    squares = mapped(lambda z: jnp.sum(z * z, axis=1, keepdims=True), z)
-    y = mapped(lambda z, s: z * lax.rsqrt(s), z, squares)
+    squares = make_map(lambda z: jnp.sum(z * z, axis=1, keepdims=True), z)
+    y = make_map(lambda z, s: z * lax.rsqrt(s), z, squares)
     plan = Plan([y])
     assert stores(plan) == [[(M, F), (M, 1)]] and plan.by_xla == [y]
     (read,) = (x for x in plan.steps[0].stores if x.is_tile)
@@ -115,7 +115,7 @@ def test_an_epilogue_is_no_longer_than_it_may_be():
     """The maps of a chain, each of which would fit alone, are a pass from the one that exceeds the limit."""
     x, w = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32)
     y = Product(x, w)
-    maps = [y := mapped(jnp.tanh, y) for _ in range(40)]
+    maps = [y := make_map(jnp.tanh, y) for _ in range(40)]
     lengths = [instructions(plans.program_beside(one, y.shape)) for one in maps]
     plan = Plan([y])
     count = next(i for i, one in enumerate(maps) if one in plan.too_long)
@@ -125,7 +125,7 @@ def test_an_epilogue_is_no_longer_than_it_may_be():
 
 def test_maps_beyond_epilogues_are_passes():
     x, w, v = Leaf((M, D), jnp.float32), Leaf((D, F), jnp.float32), Leaf((F, D), jnp.float32)
-    soft = mapped(lambda z: jax.nn.softmax(z, axis=1), Product(x, w))
+    soft = make_map(lambda z: jax.nn.softmax(z, axis=1), Product(x, w))
     y = Product(soft, v)
     plan = Plan([y])
     assert stores(plan) == [[(M, F)], [(M, D)]] and plan.by_xla == [soft]
@@ -138,8 +138,8 @@ def test_maps_beyond_epilogues_are_passes():
 def test_maps_of_what_is_known_are_made_where_they_are_read():
     """Twice, and never stored; but as a factor stored once."""
     x, y, w = Leaf((M, D), jnp.float32), Leaf((M, F), jnp.float32), Leaf((D, F), jnp.float32)
-    wide = mapped(jnp.tanh, y)
-    one, other = (mapped(jnp.multiply, Product(x, w), wide) for _ in range(2))
+    wide = make_map(jnp.tanh, y)
+    one, other = (make_map(jnp.multiply, Product(x, w), wide) for _ in range(2))
     assert stores(Plan([one, other])) == [[(M, F)], [(M, F)]] and not Plan([one, other]).by_xla
     as_factor = Product(wide, w, transpose_b=True)
     assert Plan([as_factor]).by_xla == [wide]
@@ -152,10 +152,10 @@ def test_a_vector_lies_along_rows_or_columns(n):
     """By how it was made, not by its size."""
     x, w = Leaf((M, D), jnp.float32), Leaf((D, n), jnp.float32)
     z = Product(x, w)
-    of_rows, of_columns = mapped(lambda z: (jnp.sum(z, axis=1), jnp.sum(z, axis=0)), z)
-    assert [is_of_rows(v) for v in (of_rows, of_columns, mapped(jnp.tanh, of_rows))] == [True, False, True]
+    of_rows, of_columns = make_map(lambda z: (jnp.sum(z, axis=1), jnp.sum(z, axis=0)), z)
+    assert [is_of_rows(v) for v in (of_rows, of_columns, make_map(jnp.tanh, of_rows))] == [True, False, True]
     again = Product(x, w)
-    y = mapped(lambda z, rows, columns: z * rows[:, None] + columns, again, of_rows, of_columns)
+    y = make_map(lambda z, rows, columns: z * rows[:, None] + columns, again, of_rows, of_columns)
     args = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate((x, w))]
     product = args[0] @ args[1]
     (out,) = run(
@@ -184,7 +184,7 @@ def test_norm_with_a_known_statistic_sends_gradients_to_x():
 def test_cotangents_that_are_zeros():
     def two(x, w):
         z = Product(x, w)
-        return mapped(lambda z: (jnp.sin(z), jnp.exp(z)), z)
+        return make_map(lambda z: (jnp.sin(z), jnp.exp(z)), z)
 
     args = arrays("feed-forward")[:2]
     graph = graph_of(two, args, dtype=jnp.float32)
@@ -221,17 +221,17 @@ def test_work_is_linear_in_layers(monkeypatch):
 def normed_product(x, sumsq, scale, w, epsilon=1e-6):
     """norm(x) w for an RMSNorm that is not applied."""
     width = x.shape[1]
-    rstd = mapped(
+    rstd = make_map(
         lambda x, s: lax.rsqrt(s / width + epsilon),
         x,
         sumsq,
         pullback=lambda r, x, s, dr: (x * -(dr * r**3 / width), None),
     )
     if scale is not None:
-        w = mapped(jnp.multiply, mapped(lambda scale: scale[:, None], scale), w)
+        w = make_map(jnp.multiply, make_map(lambda scale: scale[:, None], scale), w)
     acc = Product(x, w)
     pullback = lambda u, acc, r, du: (r * du, jnp.sum(du * u, axis=1, keepdims=True) / r)  # noqa: E731
-    return mapped(jnp.multiply, acc, rstd, pullback=pullback)
+    return make_map(jnp.multiply, acc, rstd, pullback=pullback)
 
 
 def gated(x, sumsq, scale, up, down):
@@ -239,7 +239,7 @@ def gated(x, sumsq, scale, up, down):
 
 
 def feed_forward_of(z, down, x):
-    return mapped(jnp.add, Product(mapped(swiglu, z), down), x)
+    return make_map(jnp.add, Product(make_map(swiglu, z), down), x)
 
 
 def by_hand(x, sumsq, scale, up, down):

@@ -31,6 +31,7 @@ import jax
 import pytest
 
 import flax_layers
+from coda_jax import extend
 
 RECORD = pathlib.Path(__file__).with_name("public_names.json")
 ROOT = RECORD.parents[1]
@@ -308,6 +309,14 @@ def merged(record):
             if problems(recorded, found[module].get(name)):
                 found[module][name] = recorded
     return {module: {name: found[module][name] for name in sorted(found[module])} for module in found}
+
+
+def test_old_names_of_extend_say_the_new_ones():
+    for old, new in extend._RENAMED.items():
+        with pytest.warns(DeprecationWarning, match=rf"coda_jax\.extend\.{old} is {new} now"):
+            assert getattr(extend, old) is getattr(extend, new)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = extend.nothing
 
 
 if __name__ == "__main__":

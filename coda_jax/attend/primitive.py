@@ -39,10 +39,10 @@ from coda_jax.primitives.mesh_types import (
     explicit_sharding,
     may_be_automatic,
     partition_spec,
-    placed,
     reshaped,
     vary,
     varying_axes,
+    with_sharding,
 )
 from coda_jax.primitives.reverse_mode import Backward, differentiable
 from coda_jax.tiles.arch import current
@@ -449,7 +449,7 @@ def _cut(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
         return x
     others = [tuple(name for name in names if name not in cuts) for names in explicit_cuts(x)[1:]]
     sharding = explicit_sharding(x).update(spec=partition_spec([cuts, *others]))
-    cut: jax.Array = placed(x, sharding)
+    cut: jax.Array = with_sharding(x, sharding)
     return cut
 
 

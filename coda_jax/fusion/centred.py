@@ -25,7 +25,7 @@ from coda_jax.fusion.units import CASTS, is_square, narrows
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.evaluate import needed_jaxpr, read
-from coda_jax.primitives.mesh_types import explicit_sharding, placed, vary
+from coda_jax.primitives.mesh_types import explicit_sharding, vary, with_sharding
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _ZERO_OF_ZERO = CASTS | {"broadcast_in_dim", "reshape", "squeeze", "neg", "reduce_sum"}  # of one argument
@@ -223,7 +223,7 @@ class _Rewritten:
 
     def _value(self, x: Any) -> Any:
         if among(x, self._zeros) and x not in self._values:
-            zeros = placed(jnp.zeros(x.aval.shape, x.aval.dtype), explicit_sharding(x.aval))
+            zeros = with_sharding(jnp.zeros(x.aval.shape, x.aval.dtype), explicit_sharding(x.aval))
             (self._values[x],) = vary(x.aval.manual_axis_type.varying, zeros)
         return read(self._values, x)
 

@@ -34,7 +34,7 @@ from coda_jax.graph.kept import Answers
 from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
-from coda_jax.graph.values import Leaf, Product, Value, is_seen, mapped
+from coda_jax.graph.values import Leaf, Product, Value, is_seen, make_map
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.graph import LOOPS
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
@@ -193,7 +193,7 @@ class Lift:
             closed = jax.make_jaxpr(lambda: [constant()])()
             (result,) = Call("a constant", closed, (), self.block_rows).results
             return result
-        value: Value = mapped(constant, derived="constant")
+        value: Value = make_map(constant, derived="constant")
         return value
 
     def _leaf(self, x: Any, shape: tuple[Any, ...]) -> Leaf:
@@ -256,7 +256,7 @@ class Lift:
             product.made_of = value.made_of = frozenset({np.dtype(out.aval.dtype)})
             product.is_wide = value.is_wide = has_narrow_range(self.dtype)
         if self.is_exact and out.aval.dtype != np.dtype(FLOAT32):
-            value = mapped(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")
+            value = make_map(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")
         self.values[out] = value
 
     def _deferred_factor(self, dot: Dot) -> Deferred | None:
@@ -414,7 +414,7 @@ class Lift:
     def _shared(self, key: Hashable, f: Callable[..., jax.Array], *inputs: Value, **options: Any) -> Value:
         """A map of f, which is traced once for this key and these types; each time if the key is None."""
         shared = None if key is None else (self._bodies, key)
-        value: Value = mapped(f, *inputs, shared=shared, **options)
+        value: Value = make_map(f, *inputs, shared=shared, **options)
         return value
 
     def _is_read_as_table(self, x: Any, equations: Sequence[Equation], count: int) -> bool:

@@ -41,7 +41,7 @@ from coda_jax.graph.values import reachable
 from coda_jax.jaxprs.def_use import free_variables, variables
 from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary, varying_axes
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, vary, varying_axes, with_sharding
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
 _SLACK_PERCENT, _VECTORS = 1, 2**16  # a graph keeps a norm's statistics, some bytes a row, which JAX may compute again
@@ -430,7 +430,7 @@ def _as_result(x: jax.Array, aval: Any) -> jax.Array:
     if is_key(aval):
         keys: jax.Array = jax.random.wrap_key_data(x, impl=key_impl_of(aval)).reshape(aval.shape)
         return keys
-    (x,) = vary(aval.manual_axis_type.varying, placed(reshaped_as(x, aval.shape), explicit_sharding(aval)))
+    (x,) = vary(aval.manual_axis_type.varying, with_sharding(reshaped_as(x, aval.shape), explicit_sharding(aval)))
     if not aval.weak_type:
         return x
     weak: jax.Array = lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)

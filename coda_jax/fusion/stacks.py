@@ -36,7 +36,7 @@ from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.def_use import DefUse
 from coda_jax.jaxprs.evaluate import read
 from coda_jax.jaxprs.walk import equations, num_carried, num_constants
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, vary, with_sharding
 from coda_jax.primitives.reverse_mode import Backward, OfBatch, Rule
 
 Body = Callable[[Equation], Callable[..., Sequence[Any]]]
@@ -394,6 +394,6 @@ _KNOWN = {"allow_negative_indices": False}
 
 def _zeros(aval: Any) -> Any:
     """Zeros of this type, sharded over explicit mesh axes as it is, and varying over its manual ones."""
-    zeros = placed(jnp.zeros(aval.shape, aval.dtype), explicit_sharding(aval))
+    zeros = with_sharding(jnp.zeros(aval.shape, aval.dtype), explicit_sharding(aval))
     (zeros,) = vary(frozenset(aval.manual_axis_type.varying), zeros)
     return zeros

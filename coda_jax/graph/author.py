@@ -30,7 +30,7 @@ from coda_jax.graph.pullbacks import Pullback
 from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.shapes import broadcast, checked_inverse, is_variable, named
 from coda_jax.graph.stated import Stated
-from coda_jax.graph.values import Leaf, Product, is_float, mapped, set_spec, transposed
+from coda_jax.graph.values import Leaf, Product, is_float, make_map, set_spec, transposed
 from coda_jax.primitives.accumulate import without_unread
 from coda_jax.primitives.mesh_types import constrained
 
@@ -217,7 +217,7 @@ class Value(Arithmetic, Matmul, Lazy):
         node = self._node
         if same_shape(node.shape, shape):
             return node
-        reshaped: nodes.Value = mapped(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
+        reshaped: nodes.Value = make_map(lambda x: jnp.reshape(x, tuple(shape)), node, derived="reshape")
         return reshaped
 
     def _as_weight(self, lead: int = 1, halves: bool = True) -> nodes.Value:
@@ -340,10 +340,10 @@ def mapped_values(
 ) -> Any:
     """The results of a map, with arrays of `shape`, or of the shape of an input that is such a matrix."""
     input_nodes = [x._node for x in inputs]
-    results = mapped(f, *input_nodes, pullback=pullback, captured=lambda x: trace.value(x)._node, derived=derived)
+    results = make_map(f, *input_nodes, pullback=pullback, captured=lambda x: trace.value(x)._node, derived=derived)
     result_nodes, tree = jax.tree.flatten(results)
     if inverse is not None:
-        input_nodes[0].recovered = mapped(
+        input_nodes[0].recovered = make_map(
             checked_inverse(inverse, input_nodes[0].shape), *result_nodes, *input_nodes[1:]
         )
     plain: Sequence[Any] = [None] * len(result_nodes)

@@ -15,7 +15,7 @@ from jax.extend import core
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.on_mesh import on_mesh, reshaped_as, typed
 from coda_jax.graph.values import Value, is_float
-from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, placed, vary
+from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, vary, with_sharding
 
 
 class Call:
@@ -110,7 +110,7 @@ def as_matrix(shape: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, ...]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else tuple(shape)
 
 
-def called(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Result, jax.Array]:
+def results_of_call(results: Sequence[Result], arrays: Sequence[jax.Array]) -> dict[Result, jax.Array]:
     """The arrays of these results of one call, in its shapes and dtypes, from the arrays of its inputs."""
     return called_by(on_mesh, results[0].call, results, arrays)
 
@@ -258,7 +258,7 @@ def _zeros(aval: Any) -> Any:
 
 def _placed(x: jax.Array, aval: Any) -> jax.Array:
     """x, sharded over explicit mesh axes as this type, and varying over its manual ones."""
-    (x,) = vary(_axes_of(aval), placed(x, explicit_sharding(aval)))
+    (x,) = vary(_axes_of(aval), with_sharding(x, explicit_sharding(aval)))
     return x
 
 

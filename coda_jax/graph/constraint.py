@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from coda_jax.epilogue.values import same_shape
 from coda_jax.graph.on_mesh import reshaped_as
 from coda_jax.jaxprs.bind import bind
-from coda_jax.primitives.mesh_types import placed
+from coda_jax.primitives.mesh_types import with_sharding
 
 CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})  # on automatic mesh axes; on explicit ones
 
@@ -43,7 +43,7 @@ class Constraint:
     def _constrained(self, x: jax.Array) -> jax.Array:
         y = x if self.shape is None else reshaped_as(x, self.shape)
         if self.primitive.name == "reshard":
-            y = placed(y, self._sharding)
+            y = with_sharding(y, self._sharding)
         else:
             (y,) = bind(self.primitive, [y], dict(self.params))
         return reshaped_as(y, x.shape)

@@ -41,7 +41,7 @@ from coda_jax.graph.values import (
     Value,
     is_float,
     is_seen,
-    mapped,
+    make_map,
     reachable,
     transposed,
 )
@@ -127,7 +127,7 @@ def _total(cotangents: Sequence[Value], bodies: dict[Hashable, Any]) -> Value:
         closed = jax.make_jaxpr(lambda *xs: [add(*xs)])(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cotangents))
         (result,) = Call("the sum of cotangents", closed, cotangents, (), [cotangents[0].shape]).results
         return result
-    total: Value = mapped(add, *cotangents, derived="add", shared=(bodies, "add"))
+    total: Value = make_map(add, *cotangents, derived="add", shared=(bodies, "add"))
     return total
 
 
@@ -198,10 +198,10 @@ def _sums_of_groups(dy: Value, groups: Value) -> Value:
 
     Not a scatter with additions: the sums have one order. A kernel wants rows of 16 bytes, hence 8 columns of ones.
     """
-    ones: Value = mapped(lambda: jnp.ones((dy.shape[0], 8), FLOAT32), derived="ones")
+    ones: Value = make_map(lambda: jnp.ones((dy.shape[0], 8), FLOAT32), derived="ones")
     product = Product(ones, dy, transpose_a=True, groups=groups)
     product.is_wide = True
-    sums: Value = mapped(lambda sums: sums[:, 0], product, derived="sums of groups")
+    sums: Value = make_map(lambda sums: sums[:, 0], product, derived="sums of groups")
     return sums
 
 
@@ -216,7 +216,7 @@ def _map_cotangents(
     """The cotangents of one function's inputs, of all its results together, which were made in their order."""
     body, inputs = ys[0].origin.with_results([y.index for y in ys])
     differentiated = tuple(x in varies and is_float(x.dtype) for x in inputs)
-    input_cotangents = mapped(
+    input_cotangents = make_map(
         functools.partial(_pulled_back, body.jaxpr, differentiated),
         *map(recovered, inputs),
         *dys,
@@ -252,7 +252,7 @@ class _InnerProducts:
             if terms:
                 return _total(terms, self._bodies)
         shared = self._bodies, "inner product"
-        inner: Value = mapped(inner_product, recovered(x), dx, derived="inner product", shared=shared)
+        inner: Value = make_map(inner_product, recovered(x), dx, derived="inner product", shared=shared)
         return inner
 
 
@@ -283,7 +283,7 @@ def _by_its_pullback(y: Map, dy: Value, beside: Sequence[Value]) -> list[Value |
                 )
         return list(found)
 
-    input_cotangents: list[Value | None] = mapped(
+    input_cotangents: list[Value | None] = make_map(
         pulled_back,
         *map(recovered, (y, *y.inputs)),
         dy,

@@ -11,7 +11,7 @@ from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.user_code import default_types
-from coda_jax.graph.calls import Result, called
+from coda_jax.graph.calls import Result, results_of_call
 from coda_jax.graph.values import Leaf, Map, Product, Transposed, Value, is_float, reachable
 
 _FLOAT32 = np.dtype(FLOAT32)
@@ -44,7 +44,7 @@ def _evaluated(value: Value, known: Mapping[Value, jax.Array], dtype: jax.typing
     if isinstance(value, Leaf):
         raise KeyError(f"no array of a leaf of shape {value.shape}")
     if isinstance(value, Result):
-        return called([value], [known[x] for x in value.inputs])[value].reshape(value.shape)
+        return results_of_call([value], [known[x] for x in value.inputs])[value].reshape(value.shape)
     return applied(value, [known[x] for x in value.inputs])
 
 

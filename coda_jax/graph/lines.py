@@ -65,7 +65,7 @@ def product(
     With keep_weights w is kept for the backward pass in the products' dtype, multiplied by the scale of x's RMSNorm.
     A recipe replaces the block's; history: as in `Value.matmul`.
     """
-    w = weights[0] if len(weights) == 1 else joined(weights)
+    w = weights[0] if len(weights) == 1 else concatenate(weights)
     return x._times(w, keep=keep_weights, recipe=recipe, history=history)
 
 
@@ -92,7 +92,7 @@ def for_each_row(x: Value, group_sizes: Value, rows: Any) -> Value:
     return Computed(x._trace, ForEachRow(node, group_sizes._node, rows), plain)
 
 
-def joined(arrays: Sequence[Value]) -> Value:
+def concatenate(arrays: Sequence[Value]) -> Value:
     """Matrices (K, N_i), or vectors (N_i,), concatenated along their last axis."""
     first, *others = arrays
     matrix: Value = mapped_values(first._trace, _concatenated, [first, *others])
@@ -112,7 +112,7 @@ def like(value: Value, x: Value) -> Value:
     return value
 
 
-def stored(value: Value, dtype: Any) -> Value:
+def store_as(value: Value, dtype: Any) -> Value:
     """A result of the block, in this dtype."""
     value.dtype = np.dtype(dtype)
     return value

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import has_narrow_range
-from coda_jax.graph.values import Map, Product, Value, mapped
+from coda_jax.graph.values import Map, Product, Value, make_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,12 @@ class NormValues:
             return times(self.applied, w)
         is_kept = isinstance(w, Map) and w.is_weight
         weight = w.inputs[0] if is_kept else w
-        scaled_weight = mapped(jnp.multiply, mapped(_as_column, self.scale, derived="scale"), weight, derived="scale")
+        scaled_weight = make_map(
+            jnp.multiply, make_map(_as_column, self.scale, derived="scale"), weight, derived="scale"
+        )
         scaled_weight.is_factor = is_kept  # in the weight's place
         acc = times(self.x, scaled_weight)
-        scaled: Value = mapped(
+        scaled: Value = make_map(
             jnp.multiply, acc, self.rstd, pullback=scaled_backward, takes_inner=True, derived="rms_norm"
         )
         return scaled
@@ -79,16 +81,18 @@ class NormValues:
         """The normalised array, (M, D)."""
         y: Value
         if self.mean is None:
-            y = mapped(_of_rms, self.x, self.rstd, self.scale, derived="rms_norm")
+            y = make_map(_of_rms, self.x, self.rstd, self.scale, derived="rms_norm")
         else:
-            y = mapped(_of_centred, self.x, self.mean, self.rstd, self.scale, derived="layer_norm")
-        return y if self.bias is None else mapped(lambda y, bias: y + bias[None, :], y, self.bias, derived="layer_norm")
+            y = make_map(_of_centred, self.x, self.mean, self.rstd, self.scale, derived="layer_norm")
+        return (
+            y if self.bias is None else make_map(lambda y, bias: y + bias[None, :], y, self.bias, derived="layer_norm")
+        )
 
 
 def rms_norm(x: Value, sumsq: Value | None, scale: Value, epsilon: float, dtype: Any) -> NormValues:
     """RMSNorm of x (M, D); sumsq (M, 1), the row sums of its squares, where they are known."""
     width, sums = x.shape[1], sum_of_squares(x) if sumsq is None else sumsq
-    rstd = mapped(
+    rstd = make_map(
         lambda x, sums: lax.rsqrt(sums / width + epsilon),
         x,
         sums,
@@ -101,17 +105,17 @@ def rms_norm(x: Value, sumsq: Value | None, scale: Value, epsilon: float, dtype:
 def layer_norm(x: Value, scale: Value, bias: Value | None, epsilon: float, dtype: Any) -> NormValues:
     """LayerNorm of x (M, D); its variance is that of centred values."""
     width = x.shape[1]
-    known = mapped(lambda x: jnp.mean(lax.stop_gradient(x), axis=1, keepdims=True), x, derived="mean")
+    known = make_map(lambda x: jnp.mean(lax.stop_gradient(x), axis=1, keepdims=True), x, derived="mean")
     centred = lambda x, mean: jnp.sum(jnp.square(lax.stop_gradient(x) - mean), axis=1, keepdims=True)  # noqa: E731
-    sums = mapped(centred, x, known, derived="sum of squares")
-    mean = mapped(
+    sums = make_map(centred, x, known, derived="sum of squares")
+    mean = make_map(
         lambda x, mean: mean,
         x,
         known,
         pullback=lambda _, x, mean, d: (jnp.broadcast_to(d / width, x.shape), None),
         derived="mean",
     )
-    rstd = mapped(
+    rstd = make_map(
         lambda x, mean, sums: lax.rsqrt(sums / width + epsilon),
         x,
         mean,
@@ -129,7 +133,7 @@ def sum_of_squares(x: Value, *, is_column: bool = True) -> Value:
         x = lax.stop_gradient(x)
         return jnp.sum(x * x, axis=1, keepdims=is_column)
 
-    sums: Value = mapped(squares, x, derived="sum of squares")
+    sums: Value = make_map(squares, x, derived="sum of squares")
     return sums
 
 

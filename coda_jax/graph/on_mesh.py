@@ -21,10 +21,10 @@ from coda_jax.primitives.mesh_types import (
     explicit_cuts,
     explicit_sharding,
     partition_spec,
-    placed,
     reshaped,
     vary,
     varying_axes,
+    with_sharding,
 )
 
 ELEMENTWISE = frozenset(OPERATIONS) | {"convert_element_type", "copy", "add_any", "stop_gradient", "reduce_precision"}
@@ -85,7 +85,7 @@ def _alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     for x in arrays:
         if any(explicit_cuts(x)):
             sharded.setdefault(x.shape, explicit_sharding(x))
-    return [placed(x, sharded.get(x.shape)) for x in arrays]
+    return [with_sharding(x, sharded.get(x.shape)) for x in arrays]
 
 
 def _beside_the_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -102,7 +102,7 @@ def _beside_the_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             return x
         same = (same_size(*pair) for pair in zip(x.shape, arrays[first].shape, strict=True))
         target = [names if is_same else () for names, is_same in zip(cuts[first], same, strict=True)]
-        return placed(x, jax.sharding.NamedSharding(mesh, partition_spec(target)))
+        return with_sharding(x, jax.sharding.NamedSharding(mesh, partition_spec(target)))
 
     return [x if own == cuts[first] else beside(x) for x, own in zip(arrays, cuts, strict=True)]
 
@@ -130,7 +130,7 @@ def reshaped_as(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
 
 def placed_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """x, sharded over explicit mesh axes as an array of its shape."""
-    return placed(x, explicit_sharding(like)) if any(explicit_cuts(like)) else x
+    return with_sharding(x, explicit_sharding(like)) if any(explicit_cuts(like)) else x
 
 
 def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
@@ -145,5 +145,5 @@ def _reshaped(x: jax.Array, shape: Sequence[Any]) -> jax.Array:
         else ()
     )
     target = [*lead, kept, *(() for _ in others)][: x.ndim]
-    x = placed(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, partition_spec(target)))
+    x = with_sharding(x, jax.sharding.NamedSharding(jax.typeof(x).sharding.mesh, partition_spec(target)))
     return reshaped(x, tuple(shape), cuts=[*lead, kept, *(() for _ in shape)][: len(shape)])

@@ -22,7 +22,7 @@ from coda_jax.graph.unflattened import Unflattened
 from coda_jax.jaxprs.bind import Bind
 from coda_jax.jaxprs.calls import CALLS
 from coda_jax.jaxprs.evaluate import evaluate
-from coda_jax.primitives.mesh_types import placed_alike
+from coda_jax.primitives.mesh_types import with_same_sharding
 
 Part = jax.Array | Unflattened
 
@@ -40,9 +40,9 @@ class Pieces:
     def whole(self) -> Part:
         rows = next((x.rows for x in self.parts if isinstance(x, Unflattened)), None)
         if rows is None:
-            return jnp.concatenate(placed_alike([unflattened.flat(x) for x in self.parts], -1), axis=-1)
+            return jnp.concatenate(with_same_sharding([unflattened.flat(x) for x in self.parts], -1), axis=-1)
         arrays = [x.array if isinstance(x, Unflattened) else x.reshape(*rows, x.shape[1]) for x in self.parts]
-        return Unflattened(jnp.concatenate(placed_alike(arrays, -1), axis=-1), rows)
+        return Unflattened(jnp.concatenate(with_same_sharding(arrays, -1), axis=-1), rows)
 
 
 def whole(x: Any) -> Any:

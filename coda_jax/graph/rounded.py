@@ -34,7 +34,7 @@ import numpy as np
 from coda_jax.epilogue import saturate
 from coda_jax.epilogue.dtypes import FLOAT32, FLOATS_OF_8_BITS, listed
 from coda_jax.epilogue.saturate import saturated_in_memory
-from coda_jax.graph.values import Map, Product, Transposed, Value, mapped, transposed
+from coda_jax.graph.values import Map, Product, Transposed, Value, make_map, transposed
 
 LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
 
@@ -131,7 +131,7 @@ def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     w8.is_factor = is_kept
     acc = Product(x8, w8 if is_transposed else transposed(w8), transpose_b=True)
     acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(x))
-    y: Value = mapped(
+    y: Value = make_map(
         _unscaled, acc, x_scale, w_scale, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale"
     )
     return y
@@ -142,16 +142,16 @@ def rounded(x: Value, dtype: np.dtype[Any], scale: Value | None = None) -> tuple
     key = dtype, scale
     if key not in x.rounded:
         if scale is None:
-            scale = mapped(functools.partial(scale_of, dtype=dtype), amax_of(x), derived="scale")
+            scale = make_map(functools.partial(scale_of, dtype=dtype), amax_of(x), derived="scale")
         round_ = functools.partial(_rounded, dtype=dtype, saturate=saturated_in_memory)  # products alone read it
-        x.rounded[key] = mapped(round_, x, scale, pullback=lambda y, x, s, dy: (dy, None), derived="round"), scale
+        x.rounded[key] = make_map(round_, x, scale, pullback=lambda y, x, s, dy: (dy, None), derived="round"), scale
     return x.rounded[key]
 
 
 def amax_of(x: Value) -> Value:
     """max |x|, the same value each time."""
     if x.amax is None:
-        x.amax = mapped(largest, x, derived="amax")
+        x.amax = make_map(largest, x, derived="amax")
     return x.amax
 
 
@@ -161,7 +161,7 @@ def _history_scales(history: Value, recipe: Recipe) -> tuple[Value, Value]:
     def scales(history: jax.Array) -> list[jax.Array]:
         return [history_scale(of, recipe, is_cotangent=bool(i)) for i, of in enumerate(jnp.split(history, 2))]
 
-    x_scale, dy_scale = mapped(scales, history, derived="scales")
+    x_scale, dy_scale = make_map(scales, history, derived="scales")
     return x_scale, dy_scale
 
 
@@ -171,15 +171,15 @@ def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
     dy8, dy_scale = rounded(dy, y.scales.recipe.gradient_dtype, y.scales.cotangent_scale)
     da, db = factor_cotangents(y, dy8)
     is_copy = isinstance(db, Transposed)
-    dw: Value = mapped(_unscaled, transposed(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
+    dw: Value = make_map(_unscaled, transposed(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
     pairs = [
-        (y.a, mapped(_unscaled, da, dy_scale, y.scales.b, derived="scale")),
+        (y.a, make_map(_unscaled, da, dy_scale, y.scales.b, derived="scale")),
         (y.b, transposed(dw) if is_copy else dw),
     ]
     if y.scales.history is not None:
         inputs = y.scales.history, y.scales.amax, amax_of(dy)
         in_front = functools.partial(_in_front, recipe=y.scales.recipe)
-        pairs.append((y.scales.history, mapped(in_front, *inputs, derived="history")))
+        pairs.append((y.scales.history, make_map(in_front, *inputs, derived="history")))
     return pairs
 
 

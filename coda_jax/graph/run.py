@@ -16,7 +16,7 @@ from coda_jax.epilogue.dtypes import is_of_8_bits
 from coda_jax.epilogue.rounding import rounded
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.attended import Beside, called_beside
-from coda_jax.graph.calls import Call, Result, called
+from coda_jax.graph.calls import Call, Result, results_of_call
 from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.evaluate import applied
 from coda_jax.graph.on_mesh import is_on_mesh, reshaped_as
@@ -33,8 +33,8 @@ from coda_jax.primitives.layout import spec_of_sum
 from coda_jax.primitives.mesh_types import (
     constrained,
     explicit_sharding,
-    placed_alike,
     sharding_over_explicit,
+    with_same_sharding,
 )
 
 _Arguments = tuple[  # of `product`
@@ -138,7 +138,7 @@ class _Run:
         if value not in self.arrays and isinstance(value, Result):
             self._call(value)
         if value in self.parts and value not in self.arrays:
-            pieces = jnp.concatenate(placed_alike(self.parts[value], -1), axis=-1)
+            pieces = jnp.concatenate(with_same_sharding(self.parts[value], -1), axis=-1)
             self.arrays[value] = reshaped_as(pieces, self._shape_of(value))
         if value not in self.arrays:
             made = self._in_pass(value)
@@ -204,7 +204,7 @@ class _Run:
             self._pull_back(behind)
         if value not in self.arrays:
             of = dict.fromkeys([value, *self._results.get(value.call, ())])
-            self._take(called(list(of), [self.known(x) for x in value.inputs]))
+            self._take(results_of_call(list(of), [self.known(x) for x in value.inputs]))
 
     def _make_beside(self, value: Value) -> None:
         """Makes a value that attention's kernels make with the other results of attention, or of its derivative."""

@@ -348,7 +348,7 @@ def transposed(x: Value) -> Value:
     return x.transpose
 
 
-def mapped(
+def make_map(
     f: Callable[..., Any],
     *inputs: Value,
     pullback: Pullback | None = None,
@@ -412,7 +412,7 @@ def _body(f: Callable[..., Any], types: Sequence[Any], name: str) -> Body:
 
 def kept_weight(w: Value) -> Value:
     """w, in the dtype of products' factors, which is kept for a backward pass."""
-    weight: Map = mapped(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
+    weight: Map = make_map(lambda w: w, w, pullback=lambda y, w, dy: (dy,), derived="weight")
     weight.is_factor = weight.is_weight = True
     return weight
 

@@ -15,7 +15,7 @@ from coda_jax.graph.author import Value
 from coda_jax.operators import pytree
 from coda_jax.operators.stream import NotAnArray, Stream
 from coda_jax.primitives.dtypes import check_floats
-from coda_jax.primitives.mesh_types import explicit_cuts, placed
+from coda_jax.primitives.mesh_types import explicit_cuts, with_sharding
 from coda_jax.primitives.reverse_mode import differentiable
 
 
@@ -105,7 +105,7 @@ def in_row(vector: jax.Array, x: jax.Array) -> jax.Array:
     (mesh_axes,), columns = explicit_cuts(vector), explicit_cuts(x)[-1]
     if mesh_axes and mesh_axes != columns:
         mesh = jax.typeof(vector).sharding.mesh
-        vector = placed(vector, jax.sharding.NamedSharding(mesh, jax.P(columns or None)))
+        vector = with_sharding(vector, jax.sharding.NamedSharding(mesh, jax.P(columns or None)))
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from coda_jax.epilogue.dtypes import INT32
 from coda_jax.graph.author import Value
-from coda_jax.graph.lines import column, for_each_row, fused, grouped_product, like, stored
+from coda_jax.graph.lines import column, for_each_row, fused, grouped_product, like, store_as
 from coda_jax.operators.deferred_norm import check_shapes
 from coda_jax.operators.feed_forward import MLP_NAME, Activation, gated
 from coda_jax.operators.run import run_operator
@@ -142,7 +142,7 @@ def _expert_feed_forward(
             y = fused("add_bias", jnp.add, y, bias)
         else:
             y = y.map(add_scaled, bias, scale, pullback=add_scaled_pullback)
-    return stored(y, x.dtype)
+    return store_as(y, x.dtype)
 
 
 def scaled(z: jax.Array, row_scale: jax.Array | None, *, activation: Activation) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.graph.author import Value
-from coda_jax.graph.lines import fused, like, product, stored
+from coda_jax.graph.lines import fused, like, product, store_as
 from coda_jax.graph.normed import sum_of_squares
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.run import norm_value, row_spec, run_operator
@@ -103,7 +103,7 @@ def _feed_forward(
     z = product(h, [up], keep_weights=keep_weights).named(MLP_NAME).constrained(_product_spec(hidden_sharding, up))
     hidden = fused("activated", activated, z, up_bias, activation=activation).constrained(hidden_sharding)
     acc = like(product(hidden, [down], keep_weights=keep_weights), h.x)
-    y = stored(fused("add_residual", add_residual, acc, h.x if adds_x else other, down_bias), out_dtype)
+    y = store_as(fused("add_residual", add_residual, acc, h.x if adds_x else other, down_bias), out_dtype)
     return (y,) if h.norm.mean is not None else (y, sum_of_squares(y, is_column=False))
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from coda_jax.graph.author import Value
-from coda_jax.graph.lines import fused, joined, product
+from coda_jax.graph.lines import concatenate, fused, product
 from coda_jax.operators.deferred_norm import DeferredNorm, check_arrays, row_flags, width_of
 from coda_jax.operators.feed_forward import add_residual_sumsq
 from coda_jax.operators.multiply import multiply
@@ -155,7 +155,7 @@ def _norm_projection(
     z = product(norm_value(norm), weights, keep_weights=keep_weights)
     ends = ends_of(weights)
     if biases is not None:
-        bias = joined(biases) if len(biases) > 1 else biases[0]
+        bias = concatenate(biases) if len(biases) > 1 else biases[0]
         zs = fused("norm_shift", _shifted, z, bias, inverse=_not_shifted, ends=ends)
     else:
         zs = fused("norm_split", _shifted, z, None, inverse=_not_shifted, ends=ends) if ends else [z]

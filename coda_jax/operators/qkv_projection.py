@@ -101,7 +101,7 @@ class Head(NamedTuple):
 Tables = tuple[Value, Value] | tuple[()]  # cos and sin, (M / n, Dh / 2), of positions that n sequences share
 
 
-def heads_apart(
+def split_heads(
     z: Value, tables: Tables, scales: tuple[Value, Value] | tuple[()], head: Head, ends: Any
 ) -> list[Value]:
     """q, k and v, each (..., H Dh), from a product with the columns of all.
@@ -129,8 +129,8 @@ def heads_apart(
     return [*turned, v, *([q, k] if scales else [])]
 
 
-def heads_turned(x: Value, tables: Tables, scale: Value | None, head: Head) -> Value:
-    """q or k (..., H Dh), from a product of its own, turned as by `heads_apart`."""
+def rotate_heads(x: Value, tables: Tables, scale: Value | None, head: Head) -> Value:
+    """q or k (..., H Dh), from a product of its own, turned as by `split_heads`."""
     if not tables and scale is None:
         return x
     cos, sin = tables or (None, None)
@@ -158,7 +158,7 @@ def _qkv_projection(
     """q, k, v, each (..., H Dh)."""
     z = product(norm_value(norm), weights, keep_weights=keep_weights)
     each = zip(
-        heads_apart(z, tables, scales, head, ends), NAMES + NAMES[:2], (*out_sharding, *out_sharding[:2]), strict=False
+        split_heads(z, tables, scales, head, ends), NAMES + NAMES[:2], (*out_sharding, *out_sharding[:2]), strict=False
     )
     q, k, v, *_ = (y.named(name).constrained(spec) for y, name, spec in each)
     return q, k, v

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from coda_jax.epilogue import Axis
 from coda_jax.epilogue.values import same_size
 from coda_jax.primitives.gemm_primitive import PRIMITIVES, bind
-from coda_jax.primitives.mesh_types import axes_of_dimension, explicit_cuts, partition_spec, placed, without_axes
+from coda_jax.primitives.mesh_types import axes_of_dimension, explicit_cuts, partition_spec, with_sharding, without_axes
 from coda_jax.primitives.spec import GemmSpec
 
 
@@ -64,7 +64,7 @@ def _one_by_one(arguments: Sequence[jax.Array], dims: Sequence[int | None], spec
 def _with_sharded_batch(x: jax.Array, cuts: tuple[str, ...]) -> jax.Array:
     """x, whose first axis is sharded by these explicit mesh axes, and no other is."""
     others = [tuple(name for name in names if name not in cuts) for names in explicit_cuts(x)[1:]]
-    return placed(x, NamedSharding(jax.typeof(x).sharding.mesh, partition_spec([cuts, *others])))
+    return with_sharding(x, NamedSharding(jax.typeof(x).sharding.mesh, partition_spec([cuts, *others])))
 
 
 def _as_rows(

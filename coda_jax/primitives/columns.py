@@ -20,14 +20,14 @@ def in_heads(x: jax.Array, head_dim: int) -> jax.Array:
     return reshaped(x, (*x.shape[:-1], x.shape[-1] // head_dim, head_dim), cuts=(*explicit_cuts(x), ()))
 
 
-def halves_joined(x: jax.Array) -> jax.Array:
+def join_halves(x: jax.Array) -> jax.Array:
     """x (..., 2, F) as (..., 2F), its columns sharded over the explicit mesh axes of F."""
     *lead, _, features = explicit_cuts(x)
     x = without_axes(x, x.ndim - 2, frozenset(explicit_cuts(x)[-2]))
     return reshaped(x, (*x.shape[:-2], 2 * x.shape[-1]), cuts=(*lead, features))
 
 
-def halves_apart(x: jax.Array) -> jax.Array:
+def split_halves(x: jax.Array) -> jax.Array:
     """x (..., 2F) as (..., 2, F), F sharded over the explicit mesh axes of the columns, if they divide it evenly."""
     *lead, columns = explicit_cuts(x)
     features = x.shape[-1] // 2

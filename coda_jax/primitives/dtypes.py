@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coda_jax.epilogue.dtypes import FLOATS, FLOATS_OF_8_BITS, has_narrow_range, is_of_8_bits, listed
-from coda_jax.primitives.mesh_types import placed_alike
+from coda_jax.primitives.mesh_types import with_same_sharding
 from coda_jax.primitives.spec import GemmSpec
 
 
@@ -124,4 +124,4 @@ def joined_halves(function: str, name: str, x: Any, axis: int = 1) -> jax.Array:
             f"{function}: {name} are arrays of shapes {', '.join(map(str, shapes))}; several must be two {kind} of "
             "one shape, the halves of N"
         )
-    return jnp.stack(placed_alike(x, None), axis=axis)
+    return jnp.stack(with_same_sharding(x, None), axis=axis)

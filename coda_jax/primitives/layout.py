@@ -16,8 +16,8 @@ from coda_jax.primitives.mesh_types import (
     explicit_sharding,
     mesh_axes_of,
     partition_spec,
-    placed,
-    placed_alike,
+    with_same_sharding,
+    with_sharding,
     without_axes,
 )
 from coda_jax.primitives.spec import CallOptions
@@ -83,7 +83,8 @@ def laid_out(
       by_group: which operands are arrays by group.
     """
     a, b, *operands = (
-        placed_alike(pieces, axis) if len(pieces) > 1 else [*pieces] for pieces, axis in zip(arrays, along, strict=True)
+        with_same_sharding(pieces, axis) if len(pieces) > 1 else [*pieces]
+        for pieces, axis in zip(arrays, along, strict=True)
     )
     rows = Factor.of(a[0], options.k_axes, k_first=options.transpose_a)
     columns = Factor.of(b[0], options.k_axes, k_first=not options.transpose_b)
@@ -127,7 +128,7 @@ def _with_all_groups(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
 
 
 def _tile_placed(x: jax.Array, shape: Sequence[Any], options: CallOptions) -> jax.Array:
-    return placed(x, options.out_sharding) if same_shape(x.shape, shape) else x
+    return with_sharding(x, options.out_sharding) if same_shape(x.shape, shape) else x
 
 
 def _first_tile(
@@ -149,4 +150,4 @@ def _with_columns(
     mesh_axes = [tuple(axis for axis in axes if axis not in taken) for axes in explicit_cuts(b)]  # of K
     mesh_axes[columns.first : columns.first + len(column_axes)] = column_axes
     sharding = explicit_sharding(b)
-    return placed(b, NamedSharding(sharding.mesh, partition_spec(mesh_axes)))
+    return with_sharding(b, NamedSharding(sharding.mesh, partition_spec(mesh_axes)))

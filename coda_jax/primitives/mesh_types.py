@@ -131,7 +131,7 @@ def cutting_evenly(axes: Sequence[str], mesh_sizes: Mapping[str, int], *sizes: A
     return fit
 
 
-def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
+def with_same_sharding(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax.Array]:
     """The arrays, all sharded as the first that is sharded: to be concatenated along `dimension`, or stacked if None.
 
     JAX asks this of explicit mesh axes, and only these count. Mesh axes that do not divide each array evenly along the
@@ -145,10 +145,10 @@ def placed_alike(arrays: Sequence[jax.Array], dimension: int | None) -> list[jax
     if dimension is not None:
         target[dimension] = cutting_evenly(target[dimension], mesh.shape, *(x.shape[dimension] for x in arrays))
     sharding = jax.sharding.NamedSharding(mesh, partition_spec(target))
-    return [placed(x, sharding) for x in arrays]
+    return [with_sharding(x, sharding) for x in arrays]
 
 
-def placed(x: Any, sharding: Any) -> Any:
+def with_sharding(x: Any, sharding: Any) -> Any:
     """x resharded to `sharding`; x itself where it has this sharding, and where either is None."""
     if x is None or sharding is None or jax.typeof(x).sharding == sharding:
         return x
@@ -163,7 +163,7 @@ def constrained(x: jax.Array, spec: Any) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if spec is None or mesh.empty:
         return x
-    x = placed(x, sharding_over_explicit(spec))
+    x = with_sharding(x, sharding_over_explicit(spec))
     if AxisType.Auto in mesh.axis_types:
         x = jax.lax.with_sharding_constraint(x, _spec_over(spec, mesh, AxisType.Auto))
     return x

@@ -29,7 +29,7 @@ from coda_jax.primitives.mesh_types import (
     merged_sharding,
     mesh_axes_of,
     partition_spec,
-    placed,
+    with_sharding,
     without_axes,
 )
 from coda_jax.primitives.spec import CallOptions, GemmSpec
@@ -85,8 +85,8 @@ def placed_tiles(
 
     def in_place(i: int, x: jax.Array) -> jax.Array:
         if i in transposed:
-            return placed(x, transposed_sharding) if same_shape(x.shape, transposed_shape) else x
-        return placed(x, sharding) if same_shape(x.shape, shape) else x
+            return with_sharding(x, transposed_sharding) if same_shape(x.shape, transposed_shape) else x
+        return with_sharding(x, sharding) if same_shape(x.shape, shape) else x
 
     return [in_place(i, x) for i, x in enumerate(outputs)]
 

@@ -24,7 +24,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from coda_jax.epilogue import types_of
-from coda_jax.primitives.mesh_types import explicit_sharding, placed
+from coda_jax.primitives.mesh_types import explicit_sharding, with_sharding
 
 _zero_p = jex_core.Primitive("coda_reverse_mode")
 _tangent_p = jex_core.Primitive("coda_forward_mode")
@@ -214,7 +214,7 @@ class _Shardings:
         def place(argument_shardings: Any, x: Any) -> Any:
             shardings = [next(moved) for _ in jax.tree.leaves(argument_shardings, is_leaf=_is_none)]
             leaves, tree = jax.tree.flatten(x, is_leaf=_is_none)
-            moved_leaves = map(placed, leaves, shardings)
+            moved_leaves = map(with_sharding, leaves, shardings)
             return x if len(leaves) != len(shardings) else jax.tree.unflatten(tree, moved_leaves)
 
         return tuple(map(place, jax.tree.unflatten(self.tree, self.shardings), cotangents))

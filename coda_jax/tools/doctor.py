@@ -386,7 +386,7 @@ def findings() -> Iterator[Finding]:
 def main() -> int:
     """Prints the report; 1 where something is broken."""
     if (package := source_tree.hidden_package()) is not None:
-        print(Finding("coda_jax", *source_tree.told(package)), flush=True)
+        print(Finding("coda_jax", *source_tree.describe(package)), flush=True)
         return source_tree.examine()
     faults = 0
     for finding in findings():

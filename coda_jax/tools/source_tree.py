@@ -37,7 +37,7 @@ def _without_source(folders: Iterable[str]) -> list[str]:
     return [folder for folder in folders if pathlib.Path(folder).resolve() != ROOT]
 
 
-def told(package: pathlib.Path) -> tuple[str, str]:
+def describe(package: pathlib.Path) -> tuple[str, str]:
     """The doctor's text on the package that a checkout hides, and the command that mends it."""
     text = f"Python that starts in {ROOT} imports the source there, which is not compiled, and fails"
     return f"{text}\nexamined is what is installed, {package}", f"start Python elsewhere, or pip install -e {ROOT}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from coda_jax.extend import explicit_cuts, explicit_sharding, placed, register_pytree
+from coda_jax.extend import explicit_cuts, explicit_sharding, register_pytree, with_sharding
 
 
 @register_pytree()
@@ -95,7 +95,7 @@ def written(held: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     # Not dynamic_update_slice, which would write what does not fit over older tokens.
     rows, slots = jnp.arange(held.shape[0])[:, None], _rows_as(held, slots)
     sharding = explicit_sharding(held)  # over explicit mesh axes
-    return held.at[rows, slots].set(placed(new, sharding), mode="drop", out_sharding=sharding)
+    return held.at[rows, slots].set(with_sharding(new, sharding), mode="drop", out_sharding=sharding)
 
 
 def _rows_as(x: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ def _rows_as(x: jax.Array, numbers: jax.Array) -> jax.Array:
     sharding = explicit_sharding(x)
     if sharding is None:
         return numbers
-    return placed(numbers, NamedSharding(sharding.mesh, PartitionSpec(explicit_cuts(x)[0] or None)))
+    return with_sharding(numbers, NamedSharding(sharding.mesh, PartitionSpec(explicit_cuts(x)[0] or None)))
 
 
 def decode_layers(

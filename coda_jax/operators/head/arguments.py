@@ -20,7 +20,7 @@ from coda_jax.operators.multiply import multiply
 from coda_jax.operators.projection import norm_projection
 from coda_jax.primitives.axes import UNSHARDED, Dimension, MatrixAxis, as_matrix
 from coda_jax.primitives.dtypes import check_floats, resolve_dtype
-from coda_jax.primitives.mesh_types import explicit_cuts, placed, reshaped
+from coda_jax.primitives.mesh_types import explicit_cuts, reshaped, with_sharding
 
 CHUNK_BYTES = 2**29  # of a chunk's logits
 CHUNK_BYTES_BESIDE_A_COPY = 2**28  # where w is cast to the compute dtype, padded, or joined with a low-rank delta
@@ -67,13 +67,15 @@ class Rows(NamedTuple):
 
     def replicated(self, x: Any) -> Any:
         """x, gathered over explicit mesh axes."""
-        return x if x is None or not any(explicit_cuts(x)) else placed(x, NamedSharding(self.mesh, PartitionSpec()))
+        return (
+            x if x is None or not any(explicit_cuts(x)) else with_sharding(x, NamedSharding(self.mesh, PartitionSpec()))
+        )
 
     def _placed(self, x: jax.Array) -> jax.Array:
         if self.mesh is None:
             return x
         rows = tuple(axis for axes in self.cuts for axis in axes)
-        return placed(x, NamedSharding(self.mesh, PartitionSpec(rows or None, *[None] * (x.ndim - 1))))
+        return with_sharding(x, NamedSharding(self.mesh, PartitionSpec(rows or None, *[None] * (x.ndim - 1))))
 
 
 class HeadArguments(NamedTuple):

@@ -20,7 +20,7 @@ from coda_jax.operators.head.arrays import Kernel, Statistics, Tokens
 from coda_jax.operators.head.loss_head import LossHead
 from coda_jax.operators.head.row_function import Result, on_row_shards
 from coda_jax.primitives.dtypes import kept_dtype
-from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, placed, vary, varying_axes
+from coda_jax.primitives.mesh_types import explicit_axes, explicit_cuts, vary, varying_axes, with_sharding
 from coda_jax.primitives.reverse_mode import Rule
 
 Value = Callable[..., jax.Array]  # of each token's statistics and coefficients, elementwise
@@ -207,7 +207,7 @@ def _on_explicit_shards(
         jax.tree.unflatten(jax.tree.structure(kernel), by_columns[: len(jax.tree.leaves(kernel))]),
         *(None if x is None else by_rows if x.ndim else jax.P() for x in others),
     )
-    arguments = jax.tree.map(lambda x, spec: placed(x, jax.sharding.NamedSharding(mesh, spec)), arguments, specs)
+    arguments = jax.tree.map(lambda x, spec: with_sharding(x, jax.sharding.NamedSharding(mesh, spec)), arguments, specs)
     if not rows and not columns:
         return _on_shard(rule_of, shard_head, *arguments)
     on_shards = jax.shard_map(
