@@ -259,13 +259,15 @@ def test_a_name_that_goes_is_served_with_a_warning():
 def calls(folder):
     """Name of what is called -> how many arguments by position and the names of others, of each call in a folder.
 
-    Of what is called by its bare name that which the file imports from the packages.
+    Of what is called by its bare name that which the file imports from the packages. `**NAME` gives the keywords of the
+    file's NAME = {"keyword": ...}.
     """
     found = collections.defaultdict(list)
     for path in (path for path in folder.rglob("*.py") if "gpu" not in path.parts):
         nodes = [*ast.walk(ast.parse(path.read_text()))]
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module.startswith(PACKAGES)]
         imported = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
+        dicts = {node.targets[0].id: {key.value for key in node.value.keys} for node in nodes if is_dict(node)}
         for node in nodes:
             if isinstance(node, ast.Call):
                 function, given = node.func, node.args
@@ -273,9 +275,21 @@ def calls(folder):
                     function, *given = given
                 name = imported.get(function.id) if isinstance(function, ast.Name) else getattr(function, "attr", None)
                 starred = (i for i, x in enumerate(given) if isinstance(x, ast.Starred))
-                keywords = {keyword.arg for keyword in node.keywords}
-                found[name].append((next(starred, len(given)), keywords))
+                found[name].append((next(starred, len(given)), keywords_of(node, dicts)))
     return found
+
+
+def is_dict(node):
+    """Whether it is NAME = {"keyword": ...}."""
+    is_named = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    keys = node.value.keys if is_named and isinstance(node.value, ast.Dict) else [None]
+    return all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys)
+
+
+def keywords_of(call, dicts):
+    """The names of a call's keywords; of `**NAME` those of dicts[NAME]."""
+    unpacked = (dicts.get(getattr(one.value, "id", None), ()) for one in call.keywords if one.arg is None)
+    return {one.arg for one in call.keywords}.union(*unpacked)
 
 
 def not_given(name, what, *folders):
