@@ -25,7 +25,7 @@ from flax_layers.config_checks import check_implementation, check_positive_argum
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.linear import Linear, default_kernel_init, is_linear
 from flax_layers.norm import RMSNorm
-from flax_layers.on_values import Angles, apart, dtype_of_products, takes_values, why_not, why_not_linears
+from flax_layers.on_values import Angles, dtype_of_products, takes_values, why_not, why_not_linears, with_reason
 from flax_layers.remat import QKV, named
 from flax_layers.residual import Residual, Sum
 from flax_layers.rope_scaling import RotaryScaling, check_rotary, with_amplitude
@@ -274,7 +274,7 @@ class Attention(nnx.Module):
         q, k, v = self._query_key_value(x, angles, keys_values)
         q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
         y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias, self._sinks())
-        out = apply_and_add(self.out, apart(y, reason), target)
+        out = apply_and_add(self.out, with_reason(y, reason), target)
         return out if cache is None else (out, cache)
 
     def _linears(self) -> list[Any]:

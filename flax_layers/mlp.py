@@ -21,7 +21,7 @@ from flax_layers.as_block import call_as_block
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.fp8 import history_of
 from flax_layers.linear import Linear, default_kernel_init, is_linear
-from flax_layers.on_values import apart, dtype_of_products, takes_values, why_not, why_not_linears
+from flax_layers.on_values import dtype_of_products, takes_values, why_not, why_not_linears, with_reason
 from flax_layers.residual import Residual, Sum
 from flax_layers.sharding import constrain
 
@@ -61,7 +61,7 @@ class _FeedForward(nnx.Module):
             zs = [apply(up, x) for up in self._ups()]
             wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
             hidden = constrain(self._activated(wide).astype(zs[0].dtype), *HIDDEN)
-        return apply_and_add(self.down, apart(hidden, reason), target)
+        return apply_and_add(self.down, with_reason(hidden, reason), target)
 
     def _linears(self) -> list[Any]:
         """The modules that stand in the place of Linears."""

@@ -117,13 +117,13 @@ def _orthogonalized(
         members = [i for i, x in enumerate(stacks) if x.shape[1:] == shape and x.size]
         for pieces in _groups([len(stacks[i]) for i in members], _most(shape, method.dtype)):
             parts = [stacks[members[i]][first:end] for i, first, end in pieces]
-            batch = _joined([x * one.astype(x.dtype) for x in parts])
+            batch = _concatenate([x * one.astype(x.dtype) for x in parts])
             # A group begins when the one before it has ended: else all of them are in memory at a time.
             results, one = jax.lax.optimization_barrier((_iterated(batch, each_step, method), one))
             ends = itertools.accumulate((end - first for _, first, end in pieces), initial=0)
             for (i, first, end), at in zip(pieces, ends, strict=False):
                 done[members[i]].append(results[at : at + end - first])
-    rest = iter(_joined(parts) if parts else x for parts, x in zip(done, stacks, strict=True))
+    rest = iter(_concatenate(parts) if parts else x for parts, x in zip(done, stacks, strict=True))
     each = zip(stacks_of, originals, axes, strict=True)
     return [
         _converted_where_it_goes(_unstacked([next(rest) for _ in own], x.shape, of), x.dtype) for own, x, of in each
@@ -169,7 +169,7 @@ def _stacked_along(parts: Sequence[jax.Array], axes: Sequence[tuple[int, int]]) 
     return jnp.stack([_stacked_along(parts[i * each : (i + 1) * each], rest) for i in range(size)], axis)
 
 
-def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+def _concatenate(parts: Sequence[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

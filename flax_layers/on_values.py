@@ -86,7 +86,7 @@ def why_not_one_dtype(modules: Sequence[Any], x: Any) -> Reason | None:
     return Reason(f"its layers compute in several dtypes, {each}", "Give them one dtype=") if len(dtypes) > 1 else None
 
 
-def apart(x: jax.Array, reason: Reason) -> jax.Array:
+def with_reason(x: jax.Array, reason: Reason) -> jax.Array:
     """x, with a note for GPUs and `coda.explain` why the layer that makes it is not one block."""
     message = (
         f"{reason.text}: its layer is not one block. Its products are kernels all the same, but norm, rotary, "

@@ -14,7 +14,7 @@ from flax_layers.as_block import in_block
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.mlp import MLP, GatedMLP
-from flax_layers.on_values import Angles, accepts_values, apart, dtype_of_products, why_not, why_not_one_dtype
+from flax_layers.on_values import Angles, accepts_values, dtype_of_products, why_not, why_not_one_dtype, with_reason
 from flax_layers.remat import ATTENTION_OUTPUT, LAYER_INPUT, LAYER_OUTPUT, named
 from flax_layers.sharding import STREAM, constrain, constrain_parameters
 from flax_layers.text_angles import angles_of
@@ -128,7 +128,7 @@ class OrderedBlock(nnx.Module):
             return h if accepts_values(layer) else array(h)
 
         y = order(self, stream, attention, lambda h: self.mlp(as_taken(self.mlp, h)))
-        return Stream(apart(y, reason).astype(stream.dtype)).with_statistic(), longer
+        return Stream(with_reason(y, reason).astype(stream.dtype)).with_statistic(), longer
 
     def _in_block(self) -> OrderedBlock:
         """The block as its `coda.block` reads it."""

@@ -145,7 +145,7 @@ def test_shares_of_tokens():
 
     def run(rows):
         shares = [of_experts._share(x, axes) for x in rows]
-        return shares, [of_experts._joined(y, axes, x.shape[:-1]) for x, y in zip(rows, shares, strict=True)]
+        return shares, [of_experts._join(y, axes, x.shape[:-1]) for x, y in zip(rows, shares, strict=True)]
 
     mapped = jax.shard_map(run, mesh=mesh_of({"expert": 8}), in_specs=P(), out_specs=(P("expert"), P()))
     for x, shares, joined in zip(rows, *jax.jit(mapped)(rows), strict=True):

@@ -138,7 +138,7 @@ def check(library, name, pieces, acc, **options):
             first, end = stores[number].slice or (0, result.shape[1])
             if not (first <= piece.column < end):
                 continue
-            halves = spec.program.halves.apart(stores[number].width)
+            halves = spec.program.halves.tensor_map_halves(stores[number].width)
             for half in range(halves):
                 of_half = half * result.shape[1] // halves - first
                 mine = slice(of_half + piece.column, of_half + min(piece.column + columns, piece.column_end))

@@ -125,7 +125,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.A
         return (y.astype(q.dtype), jnp.where(is_empty, -jnp.inf, m + jnp.log(total))), ()
 
     pieces = [problem.over_blocks(block, span)[0] for span in problem.spans]
-    y, lse = (problem.joined(each) for each in zip(*pieces, strict=True))
+    y, lse = (problem.join(each) for each in zip(*pieces, strict=True))
     return [_from_heads(y), _from_heads(lse)[..., 0].transpose(0, 2, 1)]
 
 
@@ -159,7 +159,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.
     dk, dv = (total.transpose(0, 2, 1, 3).astype(x.dtype) for total, x in zip(totals, (k, v), strict=True))
     of_sinks = [again.delta] if spec.mask.has_sinks else []
     of_score = score_cotangents(*arrays, spec=spec, on_cpu=on_cpu) if spec.score_gradients else []
-    return [_from_heads(problem.joined(dq_pieces)), dk, dv, *of_sinks, *of_score]
+    return [_from_heads(problem.join(dq_pieces)), dk, dv, *of_sinks, *of_score]
 
 
 def bias_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
@@ -297,7 +297,7 @@ def _with_sums_of_pairs(
         x[..., : like.shape[4]] if table is not None and table.is_by_distance else x
         for x, like, table in zip(found, likes, tables, strict=True)
     ]
-    return [problem.joined([x]) if rows else x for x, rows in zip(found, has_rows, strict=True)]
+    return [problem.join([x]) if rows else x for x, rows in zip(found, has_rows, strict=True)]
 
 
 def seen(spec: MaskSpec, arrays: Sequence[jax.Array], length: Any, keys: Any) -> jax.Array | None:
@@ -543,7 +543,7 @@ class _Problem:
         totals, rows = lax.scan(step, totals, starts)
         return jax.tree.map(_of_all_blocks, rows), totals
 
-    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
+    def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
         """The rows of all spans, without padding."""
         x = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=3)
         return x if same_size(x.shape[3], self.length) else x[:, :, :, : self.length]

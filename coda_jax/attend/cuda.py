@@ -105,7 +105,7 @@ def selected(avals: Sequence[Any], results: Sequence[Any], spec: AttentionSpec, 
     reason = "implementation='xla'" if spec.implementation == "xla" else machine_reason() or route.reason
     reason = reason or unsupported_reason(avals, spec)
     if route.over and spec.gradients is not None:  # they are passes there
-        avals, spec = spec.apart(avals)[0], spec.plain
+        avals, spec = spec.split(avals)[0], spec.plain
         results = types_of(attention_backward_p, *avals, spec=spec)
     if route.is_automatic:
         *_, last = (None, *recorded(key_of(avals, spec)))

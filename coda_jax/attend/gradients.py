@@ -73,7 +73,7 @@ class Gradients:
         which = self.members[tile][0]
         return self.programs[which].stores[self.tiles_of(which).index(tile)].transposed
 
-    def joined(self, columns: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    def join(self, columns: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The tiles as matrices, from the columns of the three gradients: for each those of its tiles."""
         found = []
         for tile, members in enumerate(self.members):
@@ -103,7 +103,7 @@ class Gradients:
             reductions += [x.reshape(batch, rows) if of.axis is Axis.ROW else x for x, of in each]
         made = [
             x.reshape(-1, batch, rows) if self.is_transposed(tile) else x.reshape(batch, rows, -1)
-            for tile, x in enumerate(self.joined(stores))
+            for tile, x in enumerate(self.join(stores))
         ]
         return [*made, *reductions]
 

@@ -164,7 +164,7 @@ def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> li
       *arrays: q (B, T, H, D), k (B, S, K, D), v (B, S, K, Dv) and the arrays of the mask and of the score.
       yields: whether blocks end early, so that collectives find a multiprocessor.
     """
-    given, scalars = spec.apart(arrays)
+    given, scalars = spec.split(arrays)
     q, k, v = given[:3]
     of_y = spec.results
     batch, queries, heads, _ = q.shape
@@ -262,7 +262,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
       yields: as in `forward`. Blocks are many here, and end.
     """
     del yields
-    arrays, given = map(tuple, spec.apart(arrays))
+    arrays, given = map(tuple, spec.split(arrays))
     q, k, v, *_, y, lse, dy, dlse = arrays
     made = spec.gradients
     if made is not None and not makes_gradients(made, q, k, v, spec):

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
     def specs(self, arrays: Sequence[Any], spec: AttentionSpec) -> tuple[Any, ...]:
         """The shardings of the arguments, which have shapes."""
-        arrays, operands = spec.apart(arrays)
+        arrays, operands = spec.split(arrays)
         of_queries = partition_spec([self.batch, self.rows, self.heads, ()])
         of_keys = partition_spec([self.batch, (), self.key_heads, ()])
         of_rows = partition_spec([self.batch, self.heads, self.rows])
@@ -172,7 +172,7 @@ def on_each_device(
       sums: as `Plan.gradient_sums` has them.
       seen: the pairs of each head that see each other, on all devices that have queries of it.
     """
-    (q, k, v, *others), operands = spec.apart(shards)
+    (q, k, v, *others), operands = spec.split(shards)
     heads_of_device = _KeyHeads.of(q.shape[2], k.shape[2], plan.sharing, mesh_sizes)
     k, v = heads_of_device.taken(k), heads_of_device.taken(v)
     batch, rows, heads, _ = q.shape
@@ -193,7 +193,7 @@ def on_each_device(
     dq, dk, dv, *others = results
     axes = plan.rows + plan.sharing
     each = zip((dk, dv), plan.key_specs, strict=True)
-    of_keys = (_summed(heads_of_device.placed(x), axes, wanted) if axes else x for x, wanted in each)
+    of_keys = (_summed(heads_of_device.place(x), axes, wanted) if axes else x for x, wanted in each)
     first = len(others) - len(sums)
     of_score = (_summed(x, over, jax.P()) if over else x for x, over in zip(others[first:], sums, strict=True))
     return [dq, *of_keys, *others[:first], *of_score]
@@ -250,7 +250,7 @@ class _KeyHeads:
         """The heads of x (B, S, K, D) that the device needs."""
         return x if self.taken_heads is None else jnp.take(x, self.taken_heads, axis=2, mode="clip")
 
-    def placed(self, x: jax.Array) -> jax.Array:
+    def place(self, x: jax.Array) -> jax.Array:
         """`taken` the other way, for gradients: the sum of what the device has of each head, in one order; else 0."""
         if self.taken_heads is None:
             return x
@@ -339,7 +339,7 @@ def sharding_rule(
     Heads of keys go with those of queries, but not where Shardy could not shard both by the same mesh axes: it would
     gather the queries then.
     """
-    shapes, operands = spec.apart(shapes)
+    shapes, operands = spec.split(shapes)
     heads, key_heads = shapes[0][2], shapes[1][2]
     sizes: dict[str, Any] = {}
     of_heads: Any = "heads"

@@ -59,14 +59,14 @@ _AUTOMATIC = {attention_forward_p: attention_forward_auto_p, attention_backward_
 
 def forward_form(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """`blocks.forward`, with the results of the spec made of its y."""
-    arguments, operands = spec.apart(arrays)
+    arguments, operands = spec.split(arrays)
     y, lse = blocks.forward(*arguments, spec=spec.plain, on_cpu=on_cpu)
     return [y, lse] if spec.results is None else spec.results.beside(y, lse, operands)
 
 
 def backward_form(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> list[jax.Array]:
     """`blocks.backward`, with what the spec makes of its dq, dk and dv."""
-    arguments, operands = spec.apart(arrays)
+    arguments, operands = spec.split(arrays)
     return with_gradients(blocks.backward(*arguments, spec=spec.plain, on_cpu=on_cpu), operands, spec.gradients)
 
 
@@ -152,7 +152,7 @@ def attend_with_results(
     shape, count = (batch, rows, heads, width), len(arrays)
     beside_spec = dataclasses.replace(spec, results=results)
 
-    def apart(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+    def separate(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         y, lse = attend(*arguments[:count], spec=spec)
         acc = y.astype(jnp.float32).reshape(batch * rows, heads * width)
         return y, lse, *epilogue.call(acc, *arguments[count:])
@@ -165,7 +165,7 @@ def attend_with_results(
         return y, lse, *(x.astype(of.dtype) for x, of in outputs)
 
     def forward(*arguments: jax.Array) -> tuple[Any, Any]:
-        return jax.vjp(apart, *arguments)
+        return jax.vjp(separate, *arguments)
 
     def backward(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = pullback(tuple(cotangents))
@@ -247,14 +247,14 @@ def pull_back_with(
     other_types = [x for i, epilogue in enumerate(epilogues) for x in epilogue.out_avals[tiles[i] :]]
     dtypes = [x.dtype for x in (*tile_types, *other_types)]
 
-    def apart(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+    def separate(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         found = _gradients(*arguments[:count], spec=spec)
         each = [
             epilogue.call(as_matrix(x).astype(jnp.float32), *gradients.operands_of(i, arguments[count:]))
             for i, (epilogue, x) in enumerate(zip(epilogues, found, strict=False))
         ]
         others = (x for i, outputs in enumerate(each) for x in outputs[tiles[i] :])
-        return *gradients.joined(each), *others, *found[3:]
+        return *gradients.join(each), *others, *found[3:]
 
     def run(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         made = _bind(attention_backward_p, *arguments, spec=made_spec)
@@ -263,7 +263,7 @@ def pull_back_with(
         return *(x.astype(dtype) for x, dtype in zip(outputs, dtypes, strict=True)), *made[of_gradients:]
 
     def forward(*arguments: jax.Array) -> tuple[Any, Any]:
-        return jax.vjp(apart, *arguments)
+        return jax.vjp(separate, *arguments)
 
     def backward(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = pullback(tuple(cotangents))
@@ -435,7 +435,7 @@ def _batch_apart(
 
 def form_apart(*arrays: jax.Array, spec: AttentionSpec, primitive: jex_core.Primitive) -> list[jax.Array]:
     """The results of a primitive of which XLA makes what is made of y, or of dq, dk and dv."""
-    arguments, operands = spec.apart(arrays)
+    arguments, operands = spec.split(arrays)
     found = primitive.bind(*arguments, spec=spec.plain)
     if spec.results is None:
         return with_gradients(found, operands, spec.gradients)

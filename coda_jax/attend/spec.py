@@ -138,7 +138,7 @@ class AttentionSpec:
     def _made(self) -> Results | Gradients | None:
         return self.gradients if self.results is None else self.results
 
-    def apart(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Arguments of a primitive without the operands of what is made of its results, and these."""
         count = len(arguments) - (0 if self._made is None else self._made.count)
         return list(arguments[:count]), list(arguments[count:])

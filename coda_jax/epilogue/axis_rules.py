@@ -35,7 +35,7 @@ def _shapes(analysis: Analysis, equation: Equation) -> tuple[Any, Any]:
     return analysis.flat.aval(equation.inputs[0]).shape, analysis.flat.avals[equation.outputs[0]].shape
 
 
-def _placed(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any) -> Local:
+def _place(analysis: Analysis, value: Local, tags: tuple[Tag, ...], shape: Any) -> Local:
     """`value` with new tags; an INDEX tag on the first or the last of several axes is resolved."""
     placed = replace(value, tags=tags)
     if INDEX not in tags or len(tags) < 2:
@@ -59,7 +59,7 @@ def broadcast_in_dim(analysis: Analysis, equation: Equation, inputs: list[Local]
     for axis, target in enumerate(equation.params["broadcast_dimensions"]):
         if same_size(before[axis], after[target]):
             tags[int(target)] = value.tags[axis]
-    return [_placed(analysis, value, tuple(tags), after)]
+    return [_place(analysis, value, tuple(tags), after)]
 
 
 def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:
@@ -87,7 +87,7 @@ def reshape(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list
             new_tags = [COLUMN]  # the one head is all columns
         for axis, tag in zip(new, new_tags, strict=True):
             tags[axis] = tag
-    return [_placed(analysis, value, tuple(tags), after)]
+    return [_place(analysis, value, tuple(tags), after)]
 
 
 def _regrouped_tags(
@@ -191,7 +191,7 @@ def iota(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Lo
         raise NotElementwise(f"counts to {size}, which is neither M, N nor N/2")
     index = analysis.convert(analysis.node(INDEX, (), "int32"), dtype)
     tags: tuple[Tag, ...] = tuple(INDEX if i == axis else None for i in range(rank))
-    return [_placed(analysis, Local(tags, (index,), False), tags, shape)]
+    return [_place(analysis, Local(tags, (index,), False), tags, shape)]
 
 
 def contraction_order(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[Local]:

@@ -181,7 +181,7 @@ class _Emitter:
                     if half < self.program.halves.runs(store.width):
                         fields = {"map": first_map + i, "half": half, "first": first_column, "dtype": _dtype(dtype)}
                         if first_pointer is not None:
-                            halves = self.program.halves.apart(store.width)
+                            halves = self.program.halves.tensor_map_halves(store.width)
                             fields |= {
                                 "pointer": first_pointer + i,
                                 "halves": halves,

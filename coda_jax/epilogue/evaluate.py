@@ -43,7 +43,7 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
 
     stores = []
     for store in program.stores:
-        tile = _joined(program, [full(value) for value in store.values])
+        tile = _join_halves(program, [full(value) for value in store.values])
         tile = tile if store.slice is None else tile[:, slice(*store.slice)]
         if store.transposed:
             # XLA merges a product and its transpose into one, which it cannot run with bfloat16 factors on a CPU.
@@ -55,7 +55,7 @@ def evaluate_tiles(program: Program, acc: jax.Array, *operands: jax.Array) -> tu
         axes = {Axis.ROW: (1,), Axis.COLUMN: (0,), Axis.ALL: (0, 1)}[reduction.axis]
         halves = [reduction.op.reduce(full(value).astype(jnp.float32), axes) for value in reduction.values]
         along_columns = reduction.axis is Axis.COLUMN
-        reductions.append(_joined(program, halves) if along_columns else _combined(reduction.op, halves))
+        reductions.append(_join_halves(program, halves) if along_columns else _combined(reduction.op, halves))
     return stores, reductions
 
 
@@ -118,7 +118,7 @@ def _node(
     return elementwise.apply(node.op, list(inputs), dict(node.attributes))
 
 
-def _joined(program: Program, halves: Sequence[jax.Array]) -> jax.Array:
+def _join_halves(program: Program, halves: Sequence[jax.Array]) -> jax.Array:
     """All columns, along the last axis, from those of each half."""
     if not program.halves.head:
         return jnp.concatenate(halves, axis=-1)

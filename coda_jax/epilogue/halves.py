@@ -49,14 +49,14 @@ class Halves:
         """Runs of adjacent columns of such an array in a tile, or in a head of it: interleaved halves are one run."""
         return 1 if self.interleaved else self.of(width)
 
-    def apart(self, width: Width) -> int:
+    def tensor_map_halves(self, width: Width) -> int:
         """Halves of such an array that are half of all its columns apart: a dimension of its tensor map."""
         return 1 if self.head else self.of(width)
 
     @property
     def n_halves(self) -> int:
         """Halves of N, in acc and in b, of which a tile has matching columns: 2, or 1 for all of N."""
-        return self.apart(self.acc)
+        return self.tensor_map_halves(self.acc)
 
     def columns(self, width: Width, n: Any) -> Any:
         """Columns of an array of this width, beside acc's n."""

@@ -234,7 +234,7 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
             if is_literal(constant):
                 return scaled(float(nodes[constant]["value"]), factor(other))
         x, y = map(factor, inputs)
-        x_literal, y_literal = _joined(x.literal, y.literal)
+        x_literal, y_literal = _join_literals(x.literal, y.literal)
         return _Scaled(1.0, (x._replace(literal=x_literal), y._replace(literal=y_literal)))
 
     def scaled(literal: float, term: _Scaled) -> _Scaled:
@@ -245,7 +245,7 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
             return _Scaled(literal, term.value)
         factors = []
         for x in term.value:
-            literal, x_literal = _joined(literal, x.literal)
+            literal, x_literal = _join_literals(literal, x.literal)
             factors.append(x._replace(literal=x_literal))
         return _Scaled(literal, tuple(factors))
 
@@ -263,7 +263,7 @@ def literals_of_products(nodes: Sequence[Node], needed: Collection[int]) -> Rewr
     return _rewritten(nodes, needed, rule)
 
 
-def _joined(one: float, other: float) -> tuple[float, float]:
+def _join_literals(one: float, other: float) -> tuple[float, float]:
     """Two literals of a product, or their product and 1, if the size of one is above 1 and of the other below.
 
     Their product is between 1 and the literal that is further from it, and takes that literal's place.

@@ -328,7 +328,7 @@ class Lift:
         """The value of a variable of a map, which may be computed inside of others."""
         x = self.units.uncast(x)
         if x not in self.values and x not in self.arguments:
-            self.values[x] = self._mapped(*self.units.inlined(x), x)
+            self.values[x] = self._make_map(*self.units.inlined(x), x)
         return self.value(x)
 
     def _map(self, unit: Unit) -> None:
@@ -338,7 +338,7 @@ class Lift:
         if self._has_main_rows(result) and not any(has_rows(self.value(x)) for x in unit.inputs):
             self._call(unit)  # rows that are all alike: a map has the rows of its inputs
             return
-        self.values[result] = self._mapped(unit.equations, unit.inputs, result)
+        self.values[result] = self._make_map(unit.equations, unit.inputs, result)
 
     def _is_of_no_use(self, x: Any) -> bool:
         """True for a factor of products that read the norm deferred."""
@@ -349,7 +349,7 @@ class Lift:
             and bool(self._products_alone(x))
         )
 
-    def _mapped(self, equations: Sequence[Equation], inputs: Sequence[Any], result: Any) -> Value:
+    def _make_map(self, equations: Sequence[Equation], inputs: Sequence[Any], result: Any) -> Value:
         """One value of a map of these equations."""
         shape, merged = self.shape(result), self.merged
         first = next((x for x in inputs if self.rows.of(x)), result)

@@ -353,7 +353,7 @@ class Wide:
             "select_n": self._selected,
             "scatter-add": self._put,
             "pad": self._grown,
-            "transpose": self._turned,
+            "transpose": self._transpose,
         }
         if name not in rules:
             raise Unknown
@@ -467,7 +467,7 @@ class Wide:
             raise Unknown
         return dataclasses.replace(made, grown=made.grown + 1)
 
-    def _turned(self, equation: Equation) -> Sum:
+    def _transpose(self, equation: Equation) -> Sum:
         made, axes = self.sum_of(equation.invars[0]), tuple(equation.params["permutation"])
         last = len(axes) - 1
         if made.is_turned or axes != (last, *range(last)):

@@ -127,7 +127,7 @@ def called_by(
     each = zip(arrays, call.jaxpr.in_avals, strict=True)
     inputs = [reshaped_as(x, aval.shape).astype(aval.dtype) for x, aval in each]
     if call.is_on_mesh:  # it was traced for arrays of these shardings
-        outputs: Sequence[Any] = core.jaxpr_as_fun(jaxpr)(*map(_placed, inputs, call.jaxpr.in_avals))
+        outputs: Sequence[Any] = core.jaxpr_as_fun(jaxpr)(*map(_place, inputs, call.jaxpr.in_avals))
     else:
         outputs = evaluated(jaxpr, inputs)
     return {x: jnp.asarray(outputs[x.index]) for x in results}  # a result may be a number
@@ -253,10 +253,10 @@ def data_of(x: Any) -> Any:
 def _zeros(aval: Any) -> Any:
     if not is_float(aval.dtype):
         return np.zeros(aval.shape, jax.dtypes.float0)
-    return _placed(jnp.zeros(aval.shape, aval.dtype), aval)
+    return _place(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
-def _placed(x: jax.Array, aval: Any) -> jax.Array:
+def _place(x: jax.Array, aval: Any) -> jax.Array:
     """x, sharded over explicit mesh axes as this type, and varying over its manual ones."""
     (x,) = vary(_axes_of(aval), with_sharding(x, explicit_sharding(aval)))
     return x

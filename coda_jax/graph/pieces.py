@@ -88,7 +88,7 @@ def _by_piece(
     name, params = equation.primitive.name, equation.params
     widths, ends = pieces.widths, list(itertools.accumulate(pieces.widths))
     if name in ELEMENTWISE and all(_fits(x, widths) for x in inputs):
-        results = [apply(*piece) for piece in zip(*(_apart(x, widths, ends) for x in inputs), strict=True)]
+        results = [apply(*piece) for piece in zip(*(_split_columns(x, widths, ends) for x in inputs), strict=True)]
         return [Pieces([outputs[0] for outputs in results])]
     if name == "reduce_sum" and tuple(params["axes"]) == (1,):
         return [functools.reduce(_sum, (apply(x)[0] for x in pieces.parts))]
@@ -111,7 +111,7 @@ def _fits(x: Any, widths: list[int]) -> bool:
     return x.widths == widths if isinstance(x, Pieces) else len(np.shape(x)) in (0, 2)
 
 
-def _apart(x: Any, widths: list[int], ends: list[int]) -> Sequence[Any]:
+def _split_columns(x: Any, widths: list[int], ends: list[int]) -> Sequence[Any]:
     if isinstance(x, Pieces):
         return x.parts
     if not np.shape(x) or x.shape[1] == 1:

@@ -95,7 +95,7 @@ class Plan:
         for value in order:
             has_halves(value)
             has_rows(value)  # inputs have been asked before, so that no recursion is deep
-            self.place[value] = self._placed(value)
+            self.place[value] = self._place_of(value)
         self._in_memory: dict[Value, None] = {}
         factors = [x for product in products for x in product.inputs]
         for value in (*factors, *wanted):
@@ -118,7 +118,7 @@ class Plan:
 
     # --- where values are known
 
-    def _placed(self, value: Value) -> Place:
+    def _place_of(self, value: Value) -> Place:
         if value in self.given or isinstance(value, Leaf):
             return Place(-1, True)
         last = max((self.place[x] for x in value.inputs), default=Place(-1, True))

@@ -225,9 +225,11 @@ def _maps(spec: GemmSpec, dtype: np.dtype, operand_count: int, config: KernelCon
     for i in program.tile_operands:
         operand = program.operands[i]
         row_bytes = config.box_n * np.dtype(operand.dtype).itemsize
-        maps.append(_Map(2 + i, program.halves.apart(operand.width), False, config.box_n, min(64, rows), row_bytes))
+        maps.append(
+            _Map(2 + i, program.halves.tensor_map_halves(operand.width), False, config.box_n, min(64, rows), row_bytes)
+        )
     for i, (store, dtype) in enumerate(zip(program.stores, spec.store_dtypes, strict=True)):
-        buffer, halves = 2 + operand_count + i, program.halves.apart(store.width)
+        buffer, halves = 2 + operand_count + i, program.halves.tensor_map_halves(store.width)
         if store.transposed:
             maps.append(_transposed_map(buffer, halves, dtype, config))
         else:

@@ -39,11 +39,11 @@ def _split(z: jax.Array, *, ends: Sequence[int]) -> list[jax.Array]:
     return jnp.split(z, ends, axis=1)
 
 
-def _joined(q: jax.Array, k: jax.Array, v: jax.Array, *, ends: Sequence[int]) -> jax.Array:
+def _join(q: jax.Array, k: jax.Array, v: jax.Array, *, ends: Sequence[int]) -> jax.Array:
     return jnp.concatenate([q, k, v], axis=1)
 
 
-def _turned(
+def _rotate(
     z: jax.Array, cos: jax.Array | None, sin: jax.Array | None, scale: jax.Array | None, *, head: Head
 ) -> jax.Array:
     """Epilogue: the heads of z (M, H Dh), normalised where there is a scale, turned where there are tables."""
@@ -75,7 +75,7 @@ def _split_and_turned(
 ) -> list[jax.Array]:
     """Epilogue: q, k and v; with norms of heads also q and k before them, from which z is computed again."""
     q, k, v = _split(z, ends=ends)
-    turned = [_turned(x, cos, sin, scale, head=head) for x, scale in ((q, q_scale), (k, k_scale))]
+    turned = [_rotate(x, cos, sin, scale, head=head) for x, scale in ((q, q_scale), (k, k_scale))]
     return [*turned, v, *(() if q_scale is None else (q, k))]
 
 
@@ -87,8 +87,8 @@ def _turned_back(*arrays: jax.Array, ends: Sequence[int], head: Head) -> jax.Arr
         q, k, v, *tables = arrays
         if tables:
             cos, sin = tables
-            q, k = (_turned(x, cos, -sin, None, head=head) for x in (q, k))
-    return _joined(q, k, v, ends=ends)
+            q, k = (_rotate(x, cos, -sin, None, head=head) for x in (q, k))
+    return _join(q, k, v, ends=ends)
 
 
 class Head(NamedTuple):
@@ -117,15 +117,15 @@ def split_heads(
     """
     q_scale, k_scale = scales or (None, None)
     if not (tables or scales):
-        return list(fused("split", _split, z, inverse=_joined, ends=ends))
+        return list(fused("split", _split, z, inverse=_join, ends=ends))
     cos, sin = tables or (None, None)
     if takes_heads(head.dim):
         operands = (cos, sin, q_scale, k_scale)
         return list(
             fused("split_and_turned", _split_and_turned, z, *operands, inverse=_turned_back, ends=ends, head=head)
         )
-    q, k, v = fused("split", _split, z, inverse=_joined, ends=ends)
-    turned = (by_xla("turned", _turned, x, cos, sin, scale, head=head) for x, scale in ((q, q_scale), (k, k_scale)))
+    q, k, v = fused("split", _split, z, inverse=_join, ends=ends)
+    turned = (by_xla("turned", _rotate, x, cos, sin, scale, head=head) for x, scale in ((q, q_scale), (k, k_scale)))
     return [*turned, v, *([q, k] if scales else [])]
 
 
@@ -136,12 +136,12 @@ def rotate_heads(x: Value, tables: Tables, scale: Value | None, head: Head) -> V
     cos, sin = tables or (None, None)
     lines = fused if takes_heads(head.dim) else by_xla
     back = _turned_again if scale is None and lines is fused else None
-    turned: Value = lines("turned", _turned, x, cos, sin, scale, inverse=back, head=head)
+    turned: Value = lines("turned", _rotate, x, cos, sin, scale, inverse=back, head=head)
     return turned
 
 
 def _turned_again(y: jax.Array, cos: jax.Array, sin: jax.Array, *, head: Head) -> jax.Array:
-    return _turned(y, cos, -sin, None, head=head)
+    return _rotate(y, cos, -sin, None, head=head)
 
 
 def _qkv_projection(

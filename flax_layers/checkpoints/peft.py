@@ -116,7 +116,7 @@ def from_peft(
     adapters: dict[Any, dict[Any, tuple[np.ndarray, np.ndarray]]] = {}
     for entry in as_stored(_table(model), params):
         _check_base(entry, params, unread)
-        if (adapter := _joined(entry, unread, settings, _rows(entry))) is not None:
+        if (adapter := _adapter_arrays(entry, unread, settings, _rows(entry))) is not None:
             path, index = place(params, _layer(entry.path))
             adapters.setdefault(path, {})[index] = adapter
     if unread:
@@ -275,7 +275,9 @@ def _check_base(entry: Entry, params: Any, unread: dict[str, Any]) -> None:
 LowRankArrays = tuple[np.ndarray, np.ndarray]  # lora_a (D, r) and lora_b (r, N)
 
 
-def _joined(entry: Entry, unread: dict[str, Any], settings: Mapping[str, Any], rows: int) -> LowRankArrays | None:
+def _adapter_arrays(
+    entry: Entry, unread: dict[str, Any], settings: Mapping[str, Any], rows: int
+) -> LowRankArrays | None:
     """The adapter of a kernel, float32, from those of its parts, which are removed from `unread`; None without any."""
     pairs = [_read(part, unread, settings, rows) for part in entry.parts]
     all_a = [pair[0] for pair in pairs if pair is not None]

@@ -260,7 +260,7 @@ def _run(
     y = _on_device(run, experts, own, own_ids, own_weights, gathered, **options)
     y, dropped = y if plan.experts and capacity_factor is not None else (y, jnp.int32(0))
     if plan.idle:
-        y = _joined(y, plan.idle, x.shape[:-1])
+        y = _join(y, plan.idle, x.shape[:-1])
     if plan.summed:
         y = _summed(y.astype(jnp.result_type(*dtypes)), plan).astype(y.dtype)
     if capacity_factor is None:
@@ -299,7 +299,7 @@ def _share(x: jax.Array, axes: MeshAxes) -> jax.Array:
     return lax.dynamic_slice_in_dim(flat, lax.axis_index(axes) * size, size)
 
 
-def _joined(y: jax.Array, axes: MeshAxes, shape: tuple[int, ...]) -> jax.Array:
+def _join(y: jax.Array, axes: MeshAxes, shape: tuple[int, ...]) -> jax.Array:
     """The results (*shape, D) of the shares (T', D) of all devices."""
     return lax.all_gather(y, axes, tiled=True, to="invarying")[: math.prod(shape)].reshape(*shape, y.shape[-1])
 

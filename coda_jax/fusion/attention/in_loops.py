@@ -122,7 +122,7 @@ class _Loops:
     def of(cls, pair: Pair, implementation: str) -> _Loops | None:
         """The loops with attention and its derivative; None if these are not found."""
         arguments = _Arguments.of(pair)
-        joined = _joined(pair, arguments)
+        joined = _join_bodies(pair, arguments)
         known = dict(zip(joined.jaxpr.constvars, joined.consts, strict=True))
         made, attentions = with_attention(joined, known, implementation=implementation)
         if not attentions.taken:
@@ -202,7 +202,7 @@ class _Loops:
         return [*carry, *ys]
 
 
-def _joined(pair: Pair, arguments: _Arguments) -> core.ClosedJaxpr:
+def _join_bodies(pair: Pair, arguments: _Arguments) -> core.ClosedJaxpr:
     """Both bodies as one straight function of `arguments`."""
     forward, backward = (core.ClosedJaxpr(*opened(one.params["jaxpr"])) for one in (pair.forward, pair.backward))
     types: list[Any] = [None] * arguments.count

@@ -42,7 +42,7 @@ def statistics_of_any(x: jax.Array, w: jax.Array, labels: jax.Array, **options: 
     head, tokens, kernel, rows = _arguments(name, x, w, **options)
     narrow, _ = int32_labels(rows.flat(labels), None)
     head = EntropyHead.of(head, narrow)
-    stats: Statistics = jax.tree.map(rows.apart, statistics(head, name, tokens, kernel, narrow))
+    stats: Statistics = jax.tree.map(rows.split_rows, statistics(head, name, tokens, kernel, narrow))
     return stats
 
 

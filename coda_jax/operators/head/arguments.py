@@ -53,7 +53,7 @@ class Rows(NamedTuple):
     def flat(self, x: jax.Array) -> jax.Array:
         """x (..., *rest) as (M, *rest)."""
         rest = x.ndim - len(self.sizes)
-        return self._placed(as_matrix(x, (MatrixAxis(Dimension.M, len(self.sizes)), *[UNSHARDED] * rest)))
+        return self._constrain(as_matrix(x, (MatrixAxis(Dimension.M, len(self.sizes)), *[UNSHARDED] * rest)))
 
     def norm(self, norm: DeferredNorm) -> DeferredNorm:
         """The norm of x as (M, D), its statistics as (M,), its scale and bias replicated."""
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
         rows: dict[str, Any] = {name: None if x is None else self.flat(x) for name, x in row_fields.items()}
         return dataclasses.replace(norm, **rows, scale=self.replicated(norm.scale), bias=self.replicated(norm.bias))
 
-    def apart(self, x: jax.Array) -> jax.Array:
+    def split_rows(self, x: jax.Array) -> jax.Array:
         """x (M, *rest) as (..., *rest)."""
         return reshaped(x, (*self.sizes, *x.shape[1:]), cuts=(*self.cuts, *[()] * (x.ndim - 1)))
 
@@ -71,7 +71,7 @@ class Rows(NamedTuple):
             x if x is None or not any(explicit_cuts(x)) else with_sharding(x, NamedSharding(self.mesh, PartitionSpec()))
         )
 
-    def _placed(self, x: jax.Array) -> jax.Array:
+    def _constrain(self, x: jax.Array) -> jax.Array:
         if self.mesh is None:
             return x
         rows = tuple(axis for axes in self.cuts for axis in axes)

@@ -133,7 +133,7 @@ class ChunkArrays(NamedTuple):
     curve: LogitCurve
     shift: Any = None
 
-    def joined(self) -> jax.Array:
+    def concatenate(self) -> jax.Array:
         """[h, u]."""
         return self.formed[0] if len(self.formed) == 1 else jnp.concatenate(self.formed, axis=1)
 

@@ -143,7 +143,7 @@ def linear_cross_entropy(
 
     if reduction == "none":
         stats = statistics(head, _NAME, tokens, kernel, labels)
-        return rows.apart(weights * loss(stats, *arrays)), total
+        return rows.split_rows(weights * loss(stats, *arrays)), total
     summed = weighted_sum(head, _NAME, loss, tokens, kernel, labels, weights, *arrays)
     return summed / jnp.where(total == 0, 1.0, total) if reduction == "mean" else summed, total
 

@@ -111,7 +111,7 @@ class LossHead:
           labels: (M,) or (M, k) int32.
           mask: (M,) bool, or None.
         """
-        w, columns = self._joined(kernel), self._shard_labels(labels)
+        w, columns = self._join_kernel(kernel), self._shard_labels(labels)
         shift = self._near_logits(tokens, w, columns, mask) if self.is_shifted() else None
 
         def step(state: tuple[Statistics, Any], chunk: Chunk) -> tuple[Statistics, Any]:
@@ -140,7 +140,7 @@ class LossHead:
 
         The cotangents are those of the coefficients, (M,) each, and those that `pullback` gives.
         """
-        w, columns = self._joined(kernel), self._shard_labels(labels)
+        w, columns = self._join_kernel(kernel), self._shard_labels(labels)
         shift = self._near_logits(tokens, w, columns) if self.is_shifted(keep=True) else None
 
         def step(state: Any, chunk: Chunk) -> Any:
@@ -180,7 +180,7 @@ class LossHead:
         That of h is in x's dtype, those of the kernel are float32. Where W is sharded those of the tokens are terms of
         a sum over the devices.
         """
-        w, columns = self._joined(kernel), self._shard_labels(labels)
+        w, columns = self._join_kernel(kernel), self._shard_labels(labels)
 
         def step(gradients: tuple[Tokens, Kernel], chunk: Chunk) -> tuple[Tokens, Kernel]:
             arrays = self.arrays(tokens, w, columns, chunk)
@@ -193,7 +193,7 @@ class LossHead:
                 return self._dlogits(tile_curve, tile_curve.capped(acc), of_tile)
 
             dz, *drows = multiply(
-                arrays.joined(),
+                arrays.concatenate(),
                 w,
                 *CotangentColumns.of(arrays, chunk_stats, chunk_cotangents),
                 epilogue=loss_cotangent,
@@ -247,7 +247,7 @@ class LossHead:
             return [*outputs, acc] if keep else outputs
 
         lse, *sums = multiply(
-            arrays.joined(),
+            arrays.concatenate(),
             arrays.w,
             labels[:, None] if is_one else None,
             *curve.columns(),
@@ -311,7 +311,7 @@ class LossHead:
         arrays = self.arrays(tokens, w, labels, sampled)
         picked = jnp.take(w, jnp.clip(arrays.labels, 0, self.vocabulary - 1), axis=0 if self.transpose_w else 1)
         equation = "mk,mk->m" if self.transpose_w else "mk,km->m"
-        z = jnp.einsum(equation, arrays.joined().astype(jnp.float32), picked.astype(jnp.float32))
+        z = jnp.einsum(equation, arrays.concatenate().astype(jnp.float32), picked.astype(jnp.float32))
         targets = arrays.curve.of(z[:, None])[:, 0]
         is_target = self.has_column(arrays.labels) & jnp.isfinite(targets) & (places < count)
         if mask is not None:
@@ -474,7 +474,7 @@ class LossHead:
         is_wide = self._reads_logits(labels) or (self._compares and self.rounded_to != narrow)
         return _FLOAT32 if is_wide else narrow
 
-    def _joined(self, kernel: Kernel) -> jax.Array:
+    def _join_kernel(self, kernel: Kernel) -> jax.Array:
         """[W; B] in the compute dtype, padded."""
         w = kernel.w.astype(self.dtype)
         if kernel.b is not None:

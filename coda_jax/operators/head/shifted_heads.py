@@ -81,7 +81,7 @@ class EntropyHead(LossHead):
             return [*(jnp.sum(x, axis=1) for x in terms), *[acc] * keep]
 
         sums = multiply(
-            arrays.joined(),
+            arrays.concatenate(),
             arrays.w,
             labels[:, None],
             arrays.shift,
@@ -152,7 +152,7 @@ class ExponentialHead(LossHead):
             return [jnp.sum(e, axis=1), jnp.sum(jnp.where(column == labels, acc, 0.0), axis=1), e]
 
         total, target, e = multiply(
-            arrays.joined(),
+            arrays.concatenate(),
             arrays.w,
             arrays.labels[:, None],
             arrays.shift,

@@ -119,13 +119,13 @@ def token_logprobs(
     logprobs = jnp.where(ignored, 0.0, jnp.where(unknown, jnp.nan, 1.0)) * (stats.target - lse)
     if kept is not None:
         logprobs = jnp.where(kept[:, None] if candidates else kept, logprobs, 0.0)
-    logprobs = rows.apart(logprobs)
+    logprobs = rows.split_rows(logprobs)
     if not entropy:
         return logprobs
     counts = ~(jnp.all(ignored, axis=1) if candidates else ignored)
     if kept is not None:
         counts &= kept
-    return logprobs, rows.apart(jnp.where(counts, stats.entropy, 0.0))
+    return logprobs, rows.split_rows(jnp.where(counts, stats.entropy, 0.0))
 
 
 def _inverse(temperature: float | jax.Array) -> jax.Array:
