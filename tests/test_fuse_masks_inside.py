@@ -21,6 +21,16 @@ WEIGHTS = {name: normal(i, LAYERS, W, W) / W**0.5 for i, name in enumerate("qkvo
 X = normal(9, B, T, W)
 
 
+def in_layers(run, how, x, weights):
+    """x behind all layers, each run(x, weights of one): in a loop, under a checkpoint, or as they are."""
+    one = jax.checkpoint(run) if "checkpoint" in how else run
+    if "loop" in how:
+        return jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)[0]
+    for i in range(LAYERS):
+        x = one(x, {name: w[i] for name, w in weights.items()})
+    return x
+
+
 def of_documents(ids):
     return (ids[:, :, None] == ids[:, None]) & jnp.tril(jnp.ones((T, T), bool))
 
@@ -44,13 +54,7 @@ def model(how, is_added=False, mask_of=of_documents, squares=False):
         def run(x, w):
             return layer(x, w, mask, is_added, squares)
 
-        one = jax.checkpoint(run) if "checkpoint" in how else run
-        if "loop" in how:
-            x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)
-        else:
-            for i in range(LAYERS):
-                x = one(x, {name: w[i] for name, w in weights.items()})
-        return jnp.sum(jnp.sin(x))
+        return jnp.sum(jnp.sin(in_layers(run, how, x, weights)))
 
     return loss
 
@@ -147,13 +151,7 @@ def t5(how, is_decoder):
             p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
             return x + (jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(B * T, W) @ w["o"]).reshape(x.shape)
 
-        one = jax.checkpoint(run) if "checkpoint" in how else run
-        if "loop" in how:
-            x, _ = jax.lax.scan(lambda x, w: (one(x, w), None), x, weights)
-        else:
-            for i in range(LAYERS):
-                x = one(x, {name: w[i] for name, w in weights.items()})
-        return jnp.sum(jnp.sin(x))
+        return jnp.sum(jnp.sin(in_layers(run, how, x, weights)))
 
     return loss
 

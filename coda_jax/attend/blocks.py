@@ -375,7 +375,7 @@ class _Block(NamedTuple):
         if not table.is_by_distance:
             return 0
         row, column = self.positions()
-        # Of arrays the index reads rows alone, if they are those of a device.
+        # The index reads only rows of arrays, if they are those of a device.
         arrays = [x if _is_one(x.shape[3]) else self.rows(x)[:, :, :, :1] for x in self.problem.operands]
         s = jnp.zeros((), self.problem.accumulator)
         (index,) = evaluate(score, [table.index], s, row[:1], column[-1:], arrays)

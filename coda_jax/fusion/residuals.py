@@ -101,8 +101,10 @@ def with_fewer_residuals(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> cor
 
 def pairs_in(jaxpr: core.Jaxpr) -> Iterator[Pair]:
     """The loops of a straight jaxpr with their backward loops, each in one pair."""
-    def_use = DefUse(jaxpr)
     scans: list[Equation] = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    if len(scans) < 2:
+        return
+    def_use = DefUse(jaxpr)
     used: set[int] = set()  # of a loop's derivatives of higher order each is in one pair
     for forward in scans:
         reader = {x: def_use.only_reader(x) for x in forward.outvars[num_carried(forward) :]}

@@ -69,7 +69,7 @@ def _of_pairs(flat: Flat) -> tuple[set[int], set[int]]:
 def _moved(flat: Flat, makers: Mapping[int, Equation], of_pairs: set[int], tables: set[int]) -> set[int]:
     """The variables that are made before: tables, what equations make that are not local, and what these read.
 
-    What reads the scores is not made before.
+    An equation that reads the scores is not made before.
     """
     of_scores = {0}
     for equation in flat.equations:

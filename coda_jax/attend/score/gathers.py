@@ -15,7 +15,7 @@ MOST_ENTRIES = 256  # of a table
 
 
 class Component(NamedTuple):
-    """In the place of an axis of the scores: this entry of an axis, of the numbers that an index is made of."""
+    """This entry of an axis, in the place of an axis of the scores: one of the numbers that an index is made of."""
 
     number: int
 

@@ -112,7 +112,7 @@ class EntropyHead(LossHead):
 class ExponentialHead(LossHead):
     """A `LossHead` in bfloat16 of logits without cap and scale, whose statistics are lse and target.
 
-    Where nothing is kept it is a `LossHead`.
+    It is a `LossHead` where nothing is kept.
     """
 
     @classmethod
