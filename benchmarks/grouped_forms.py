@@ -228,6 +228,11 @@ def expert_mlp() -> Form:
     return dataclasses.replace(ours(), name="coda_mlp", mlp=coda.expert_mlp, layer=whole)
 
 
+def fused() -> Form:
+    """The form `XLA` of an expert's MLP and of a layer under `coda.fuse`, with no other line changed."""
+    return dataclasses.replace(XLA, name="coda_fused", mlp=coda.fuse(XLA.experts), layer=coda.fuse(layer(XLA)))
+
+
 # --- what all are compared with ---
 
 

@@ -106,7 +106,7 @@ def forms_of(options: argparse.Namespace, part: Part, beside: Sequence[Form]) ->
         return tile_forms(options)
     forms = [grouped_forms.batched(), grouped_forms.ours(options.config if part.product else None)]
     if not part.product:
-        forms.append(grouped_forms.expert_mlp())
+        forms += [grouped_forms.expert_mlp(), grouped_forms.fused()]
     forms += [grouped_forms.XLA, grouped_forms.XLA_CUDNN, grouped_forms.XLA_BATCHED, *beside]
     return [form for form in forms if form.name == REFERENCE or _asked(form.name, options)]
 

@@ -96,9 +96,13 @@ def multiplied(x: jax.Array, p: Params, name: str) -> jax.Array:
 
 
 def mlp(x: jax.Array, p: Params, epsilon: float, multiply: Multiply = multiplied) -> jax.Array:
-    """x + MLP(norm(x))."""
+    """x + MLP(norm(x)), from kernels "gate" and "up", or one "gate_up"."""
     y = rms_norm(x, p["mlp_norm"], epsilon)
-    hidden = constrain(jax.nn.silu(multiply(y, p, "gate")) * multiply(y, p, "up"), "batch", None, "mlp")
+    if "gate_up" in p:
+        gate, up = jnp.split(multiply(y, p, "gate_up"), 2, axis=-1)
+    else:
+        gate, up = multiply(y, p, "gate"), multiply(y, p, "up")
+    hidden = constrain(jax.nn.silu(gate) * up, "batch", None, "mlp")
     return constrain(x + multiply(hidden, p, "down"), *STREAM)
 
 

@@ -227,18 +227,23 @@ def mlp_matrices(sizes: Sizes) -> dict[str, tuple[int, int]]:
     return {"up": (sizes.width, sizes.hidden), "down": (sizes.hidden, sizes.width)}
 
 
-def llama(sizes: Sizes, dtype: Any, *, scanned: bool = False, packed: bool = False) -> Model:
+def llama(sizes: Sizes, dtype: Any, *, scanned: bool = False, packed: bool = False, joined: bool = False) -> Model:
     """`benchmarks.plain_llama`'s blocks; beside them those of `flax_layers`.
 
     Args:
       sizes, dtype: as everywhere.
       scanned: whether layers are.
       packed: whether rows hold documents: a new one begins where a token's first feature is beyond 3, after some 740.
+      joined: whether q, k and v have one weight, and gate and up another, as in `flax_layers`.
     """
     width, narrow = sizes.width, sizes.width // sizes.heads * sizes.kv_heads
     config = LlamaConfig(sizes.vocabulary, width, sizes.hidden, sizes.layers, sizes.heads, sizes.kv_heads)
-    matrices = attention_matrices(sizes) | {"k": (width, narrow), "v": (width, narrow)}
-    matrices |= {"gate": (width, sizes.hidden)} | mlp_matrices(sizes)
+    if joined:
+        matrices = {"out": (width, width), "qkv": (width, width + 2 * narrow), "gate_up": (width, 2 * sizes.hidden)}
+        matrices |= {"down": (sizes.hidden, width)}
+    else:
+        matrices = attention_matrices(sizes) | {"k": (width, narrow), "v": (width, narrow)}
+        matrices |= {"gate": (width, sizes.hidden)} | mlp_matrices(sizes)
 
     def block(w: Params, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         cos, sin = plain_llama.angles(jnp.arange(sizes.length), config)
@@ -255,10 +260,29 @@ def llama(sizes: Sizes, dtype: Any, *, scanned: bool = False, packed: bool = Fal
     model = stack_of(sizes, dtype, block, matrices, biased=False, norms=norms, scanned=scanned)
     if packed:
         return model._replace(apply=packed_apply)
-    return model if scanned else model._replace(peer=fused_llama(config, dtype))
+    return model if scanned else model._replace(peer=fused_llama(sizes, config, dtype, joined))
 
 
-def fused_llama(config: LlamaConfig, dtype: Any) -> Peer:
+def join_weights(w: Params, *, qkv: bool = True, gate_up: bool = True) -> Params:
+    """A Llama layer's parameters with one weight of q, k and v, and one of gate and up."""
+    of = dict(w)
+    for name, parts, is_wanted in (("qkv", ("q", "k", "v"), qkv), ("gate_up", ("gate", "up"), gate_up)):
+        if is_wanted:
+            of[name] = jnp.concatenate([of.pop(part) for part in parts], axis=1)
+    return of
+
+
+def split_weights(w: Params, sizes: Sizes) -> Params:
+    """Undoes `join_weights`."""
+    of, narrow = dict(w), sizes.width // sizes.heads * sizes.kv_heads
+    if "gate_up" in of:
+        of["gate"], of["up"] = jnp.split(of.pop("gate_up"), 2, axis=1)
+    if "qkv" in of:
+        of["q"], of["k"], of["v"] = jnp.split(of.pop("qkv"), [sizes.width, sizes.width + narrow], axis=1)
+    return of
+
+
+def fused_llama(sizes: Sizes, config: LlamaConfig, dtype: Any, joined: bool) -> Peer:
     """The blocks of `flax_layers`, between which a stream carries the norms' sums."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)).layers)
     graphdef, abstract = nnx.split(model)
@@ -270,11 +294,12 @@ def fused_llama(config: LlamaConfig, dtype: Any) -> Peer:
         return result
 
     def parameters(layers: Params) -> Params:
-        return jax.tree.leaves([_fused_layer(w) for w in layers])
+        return jax.tree.leaves([_fused_layer(split_weights(w, sizes)) for w in layers])
 
     def plain(leaves: Params) -> Params:
         layers = nnx.to_pure_dict(jax.tree.unflatten(tree, leaves))
-        return [plain_llama.layer_from_fused(layers[i], config) for i in range(config.num_hidden_layers)]
+        of = [plain_llama.layer_from_fused(layers[i], config) for i in range(config.num_hidden_layers)]
+        return [join_weights(w) for w in of] if joined else of
 
     return Peer(apply, parameters, plain)
 
@@ -411,6 +436,10 @@ def gpt2_coda_dropout(sizes: Sizes, dtype: Any) -> Model:
     return gpt2_dropout(sizes, dtype, coda.dropout)
 
 
+def llama_joined(sizes: Sizes, dtype: Any) -> Model:
+    return llama(sizes, dtype, joined=True)
+
+
 def llama_scanned(sizes: Sizes, dtype: Any) -> Model:
     return llama(sizes, dtype, scanned=True)
 
@@ -427,6 +456,7 @@ MODELS: dict[str, Callable[[Sizes, Any], Model]] = {
     f.__name__: f
     for f in (
         llama,
+        llama_joined,
         llama_scanned,
         llama_packed,
         language_model,

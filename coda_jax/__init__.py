@@ -25,10 +25,10 @@ from coda_jax.epilogue import contraction_order as contraction_order
 from coda_jax.epilogue import logsumexp as logsumexp
 from coda_jax.epilogue import saturate as saturate
 from coda_jax.fusion import fuse as fuse
+from coda_jax.fusion import opaque as opaque
 from coda_jax.graph import Value as Value
 from coda_jax.graph import block as block
 from coda_jax.graph import check as check
-from coda_jax.graph import opaque as opaque
 from coda_jax.lowering import cuda as _cuda  # noqa: F401  it registers how products are lowered on a GPU
 from coda_jax.operators import DeferredNorm as DeferredNorm
 from coda_jax.operators import Stream as Stream

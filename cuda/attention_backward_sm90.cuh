@@ -61,6 +61,7 @@ struct BackwardParams {
   int* turns;     // (batch, heads, tiles of queries), zeros
   [[no_unique_address]] ScorePointers<ScoreOf<Config>::Type::arrays> score;
   [[no_unique_address]] GradientPointers<ScoreOf<Config>::Type::gradients> gradient;
+  [[no_unique_address]] EntryPointers<gradients_of_tables<typename ScoreOf<Config>::Type>()> entries;
   [[no_unique_address]] Pointers<key_pointers<Config>(), 0> of_keys;  // in the place of dk and dv
   [[no_unique_address]] Pointers<value_pointers<Config>(), 1> of_values;
   int batch, queries, keys, heads, key_heads;
@@ -81,8 +82,10 @@ struct Backward {
   using Params = BackwardParams<Config>;
   static constexpr bool has_score = ScoreOf<Config>::is_there, has_gradients = Score::gradients > 0;
   // Consumers of wide heads have the same keys: one of them sums for both.
-  using Sums = ScoreSums<Score, queries, is_wide ? 4 : 8>;
-  static constexpr int of_product = gradients_of_product<Score>();
+  static constexpr int summing_warps = is_wide ? 4 : 8;
+  using Sums = ScoreSums<Score, queries, summing_warps>;
+  static constexpr int of_product = gradients_of_product<Score>(), tables = gradients_of_tables<Score>();
+  using Diagonals = DiagonalSums<queries, (tables > 0)>;
   static constexpr bool scales_in_exponent = !Config::has_bias && !has_score;
   static_assert(is_wide ? keys == 64 && queries == 64 : keys == 128 && queries * dim == 8192,
                 "a consumer has 64 x 64 of dq, or of wide heads 64 x 128");
@@ -98,6 +101,11 @@ struct Backward {
   static constexpr int registers = queries / 2, words = queries / 4;
   static constexpr int dq_part = 64 * (is_wide ? 128 : 64);  // of a consumer
   using PSlope = uint32[of_product > 0 ? of_product : 1][words];
+  /// The distances of a warp's keys from a tile's queries: the place of the first in arrays by distance, and the entry
+  /// of each table that all of them read, several_entries or no_entry.
+  struct Distances {
+    int first, entry[tables > 0 ? tables : 1];
+  };
 
   static constexpr int k_bytes = keys * chunks * 128, v_bytes = keys * value_chunks * 128;
   static constexpr int q_bytes = queries * chunks * 128, dy_bytes = queries * value_chunks * 128;
@@ -117,7 +125,9 @@ struct Backward {
   static constexpr int clean_at = barriers_at + 16;
   static constexpr int steps_at = clean_at + 8 * stages, marks_at = steps_at + 4 * stages,
                        key_marks_at = marks_at + stages * (queries / 8);
-  static constexpr int shared_bytes = key_marks_at + 32 + 1024;  // aligned to 1024
+  static constexpr int diagonals_at = key_marks_at + 32;
+  static constexpr int diagonals_end = diagonals_at + summing_warps * Diagonals::bytes;
+  static constexpr int shared_bytes = diagonals_end + 1024;  // aligned to 1024
   using CleanKeys = Cleaner<input, keys, chunks, 8>;
   using CleanValues = Cleaner<input, keys, value_chunks, 8>;
   using CleanQueries = Cleaner<input, queries, chunks, 1>;
@@ -470,6 +480,8 @@ struct Backward {
       const int query_tile = now.tile(), row = query_tile * queries;
       const bool hides = now.is_partial() || marks_keys;
       has_more = !now.is_last();
+      Distances distances;
+      if constexpr (tables > 0) distances = distances_of(head, row, my_key - lane / 4, consumer);
       if constexpr (has_arrays)
         if (hides) ptx::mbarrier_wait(clean(at.slot), at.phase);
       if constexpr (has_score)
@@ -514,6 +526,12 @@ struct Backward {
       wgmma::wait<1>();  // dp^T; dv's product runs on
       wgmma::keep_behind_wait(dp);
       Sums sums;
+      if constexpr (tables > 1)  // each in a loop of its own, but for the last
+        over_tables([&](auto g, auto table) {
+          if constexpr (table.value < tables - 1)
+            add_table<g.value>(sums, s, w, p_slope, dp, delta, head, row, my_key, of_keys, distances, consumer);
+        });
+      Diagonals diagonals = diagonals_of<tables - 1>(distances, consumer);
 #pragma unroll
       for (int j = 0; j < queries / 8; ++j) {
         float d[2];
@@ -529,7 +547,10 @@ struct Backward {
             dw[i / 2] = packed_ds(ds_of(p0, w[i / 2], 0, dp[i], d[0]), ds_of(p1, w[i / 2], 1, dp[i + 1], d[1]));
           else
             dw[i / 2] = packed_ds(p0 * (dp[i] - d[0]), p1 * (dp[i + 1] - d[1]));
-          if constexpr (has_gradients) add_terms(sums, j, r, s, w, p_slope, dp, d, head, row, my_key, of_keys[r]);
+          if constexpr (tables > 0)
+            add_terms<tables - 1>(sums, j, r, s, w, p_slope, dp, d, head, row, my_key, of_keys[r], diagonals);
+          else if constexpr (has_gradients)
+            add_terms<-1>(sums, j, r, s, w, p_slope, dp, d, head, row, my_key, of_keys[r]);
         }
       }
       if constexpr (is_wide) ptx::named_barrier_sync(ds_ready + consumer, 128);  // dq of the tile before has read it
@@ -550,6 +571,10 @@ struct Backward {
       if constexpr (has_gradients) {
         sums.reduce();
         add_sums<false>(sums, head, row, my_key, consumer);
+        if constexpr (tables > 0)
+          over_tables([&](auto g, auto table) {
+            if constexpr (table.value == tables - 1) add_diagonals<g.value>(diagonals, distances, head, consumer);
+          });
       }
       wgmma::wait<1>();  // dq, and dv before it
       wgmma::keep_behind_wait(dq);
@@ -575,8 +600,12 @@ struct Backward {
     }
     if constexpr (makes_results<Config>) {
       static_assert(!is_wide && !Config::is_split, "a thread has whole heads of dk and dv");
-      store_results<typename Config::OfKeys, Config::head, 1>(p.of_keys, dk, consumer, p.scale);
+      constexpr bool reduces_heads = Config::OfKeys::Epilogue::head_values > 0;  // with dv in registers it spills
+      if constexpr (!reduces_heads)
+        store_results<typename Config::OfKeys, Config::head, 1>(p.of_keys, dk, consumer, p.scale);
       store_results<typename Config::OfValues, Config::value_head, 2>(p.of_values, dv, consumer, Config::kept_factor);
+      if constexpr (reduces_heads)
+        store_results<typename Config::OfKeys, Config::head, 1>(p.of_keys, dk, consumer, p.scale);
     } else {
       store<Config::head>(p.dk, dk, my_key, is_wide ? consumer * 64 * own_chunks : 0, split, p.scale);
       store<Config::value_head>(p.dv, dv, my_key, is_wide ? consumer * 64 * own_value_chunks : 0, split,
@@ -678,10 +707,14 @@ struct Backward {
   }
 
   /// Adds the terms of two queries and a key to the sums of which the gradients of the score's arrays are made.
+  /// Args:
+  ///   table: the number of a table, whose sums are `diagonals`; -1 without any.
+  ///   is_table_alone: whether nothing is added to others.
+  template <int table, bool is_table_alone = false, class... OfTable>
   __device__ __forceinline__ void add_terms(Sums& sums, int j, int r, const float (&s)[registers],
                                             const uint32 (&w)[words], const PSlope& p_slope,
                                             const float (&dp)[registers], const float (&delta)[2], int head, int row,
-                                            int my_key, const ScoreWords<Score>& of_key) const {
+                                            int my_key, const ScoreWords<Score>& of_key, OfTable&... diagonals) const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int i = 4 * j + 2 * r + c, query = row + 8 * j + 2 * static_cast<int>(threadIdx.x % 4) + c;
@@ -692,9 +725,87 @@ struct Backward {
       words.template load<&ScoreArray::queries, true>(p, batch, head, query, my_key + 8 * r);
       float slopes[Score::gradients];
       slopes_of(p, batch, head, 0, query, my_key + 8 * r, words, slopes);
-      sums.add(j, r, c, probability * of_p, of_p, slopes,
-               [&](auto g) { return widened_half<input>(p_slope[gradients_of_product<Score>(g.value)][i / 2], c); });
+      if constexpr (!is_table_alone)
+        sums.add(j, r, c, probability * of_p, of_p, slopes,
+                 [&](auto g) { return widened_half<input>(p_slope[gradients_of_product<Score>(g.value)][i / 2], c); });
+      if constexpr (sizeof...(diagonals) > 0)
+        over_tables([&](auto g, auto number) {
+          const auto p_slope_of = [&](auto of) {
+            return widened_half<input>(p_slope[gradients_of_product<Score>(of.value)][i / 2], c);
+          };
+          if constexpr (number.value == table)
+            (diagonals.add(j, r, c, table_term<g.value>(probability * of_p, of_p, slopes, p_slope_of)), ...);
+        });
     }
+  }
+  /// Adds all terms of a tile to the sums of one table's gradient.
+  template <int g>
+  __device__ __forceinline__ void add_table(Sums& sums, const float (&s)[registers], const uint32 (&w)[words],
+                                            const PSlope& p_slope, const float (&dp)[registers], uint32 delta, int head,
+                                            int row, int my_key, const ScoreWords<Score> (&of_keys)[2],
+                                            const Distances& distances, int consumer) const {
+    constexpr int table = gradients_of_tables<Score>(g);
+    Diagonals diagonals = diagonals_of<table>(distances, consumer);
+#pragma unroll
+    for (int j = 0; j < queries / 8; ++j) {
+      float d[2];
+      ptx::load_pair(delta + 32 * j, d[0], d[1]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        add_terms<table, true>(sums, j, r, s, w, p_slope, dp, d, head, row, my_key, of_keys[r], diagonals);
+    }
+    add_diagonals<g>(diagonals, distances, head, consumer);
+  }
+  /// A pair's term of the gradient of a table's entry.
+  /// Args:
+  ///   ds, of_p, slopes, p_slope_of: as `ScoreSums::add` has them.
+  template <int g, class Slopes, class Products>
+  __device__ __forceinline__ static float table_term(float ds, float of_p, const Slopes& slopes,
+                                                     const Products& p_slope_of) {
+    if constexpr (Score::gradient[g].of_product)
+      return p_slope_of(Index<g>()) * of_p;
+    else if constexpr (Score::gradient[g].of_one)
+      return ds;
+    else
+      return ds != 0 ? ds * slopes[g] : 0;
+  }
+  /// Gradients of tables, and their numbers among these.
+  template <class F>
+  __device__ __forceinline__ static void over_tables(const F& f) {
+    static_for<Score::gradients>([&](auto g) {
+      if constexpr (Score::gradient[g.value].entries > 0) f(g, Index<gradients_of_tables<Score>(g.value)>());
+    });
+  }
+  /// The distances of a warp's keys from a tile's queries.
+  __device__ __forceinline__ Distances distances_of(int head, int row, int first_key, int consumer) const {
+    Distances found;
+    ScoreWords<Score> words;
+    words.template load<&ScoreArray::queries, true>(p, batch, head, row, first_key);
+    found.first = Score::place(row, first_key + 15, words.word);
+    over_tables([&](auto g, auto table) {
+      constexpr int size = Score::array[Score::gradient[g.value].array].entries;
+      found.entry[table.value] = is_wide && consumer > 0 ? no_entry  // the other one adds
+                                                         : p.entries.of[table.value][size + found.first / window_step];
+    });
+    return found;
+  }
+  template <int table>
+  __device__ __forceinline__ Diagonals diagonals_of(const Distances& distances, int consumer) const {
+    if constexpr (tables > 0) {
+      const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+      return Diagonals(distances.entry[table] == several_entries, shared + diagonals_at + warp * Diagonals::bytes);
+    } else {
+      return {};
+    }
+  }
+  template <int g>
+  __device__ __forceinline__ void add_diagonals(const Diagonals& diagonals, const Distances& distances, int head,
+                                                int consumer) const {
+    constexpr int table = gradients_of_tables<Score>(g), entries = Score::gradient[g].entries;
+    const long long tile = (static_cast<long long>(batch) * p.heads + head) * key_tiles() + key / keys;
+    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+    diagonals.add_to_memory(distances.entry[table], p.entries.of[table] + distances.first,
+                            p.gradient.sums[g] + (tile * summing_warps + warp) * entries);
   }
   template <bool has_queries>
   __device__ __forceinline__ void add_sums(const Sums& sums, int head, int row, int my_key, int consumer) const {

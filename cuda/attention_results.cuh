@@ -97,16 +97,20 @@ struct Results {
                     (halves == 2 && Epilogue::head == width && !Epilogue::interleaved && width % columns == 0),
                 "halves are those of heads of whole groups of 64 columns");
   static_assert(Epilogue::acc_halves == halves && Epilogue::tile_values(0) % halves == 0, "results have whole heads");
-  static_assert(Epilogue::sections == 1 && Epilogue::head_values == 0 && Epilogue::row_vectors == 0 &&
-                    Epilogue::head_vectors == 0,
-                "an epilogue of attention is of single elements, or of pairs, with reductions");
+  static_assert(Epilogue::sections == 1 && Epilogue::row_vectors == 0, "a result is of all columns, and of no vector");
+  static_assert(Epilogue::head_values == 0 || halves == 2, "values of a head are of all of its columns");
 
   /// The values that are the same for all columns of a thread's rows.
   struct Beside {
     Word scalar[at_least_one(Epilogue::scalars)];
     Word column_vector[at_least_one(Epilogue::column_vectors)][2];
   };
-  using Tables = Word[at_least_one(Epilogue::rope_tables)][2];  // of a pair of adjacent columns
+  /// The words of a head's vectors and tables for a pair of adjacent columns.
+  struct OfPair {
+    Word head_vector[at_least_one(Epilogue::head_vectors)][2];
+    Word rope_table[at_least_one(Epilogue::rope_tables)][2];
+  };
+  using OfHead = float[2][at_least_one(Epilogue::head_values)];  // of the thread's rows
   /// The values of the tiles that it reads, of the columns at a time.
   using Loads = Fragment<columns / halves>[at_least_one(Epilogue::tile_loads)];
 
@@ -126,18 +130,21 @@ struct Results {
       for (int r = 0; r < 2; ++r)
         beside.column_vector[index][r] = load_word<access.dtype>(arrays.pointer[access.pointer], product_row(place, r));
     });
+    OfHead of_head;
+    if constexpr (Epilogue::head_values > 0) reduce_heads(arrays, place, beside, value, of_head);
     static_for<Epilogue::whole_reductions>(
         [&](auto index) { maxima[index] = neutral<Epilogue::whole_reduction[index].op>(); });
     static_for<Epilogue::row_reductions>(
         [&](auto index) { of_rows[index][0] = of_rows[index][1] = neutral<Epilogue::row_reduction[index].op>(); });
 #pragma unroll
     for (int first = 0; first < 2 * outputs && first < width; first += columns) {
+      const Place here = hidden(place);
       Made made;
       Loads loads;
-      load_tiles(arrays, place, first, loads);
-      evaluate(arrays, place, first, beside, loads, value, made, maxima, of_rows);
-      store_rows(arrays, place, first, made);
-      store_columns(arrays, place, first, made);
+      load_tiles(arrays, here, first, loads);
+      evaluate(arrays, here, first, beside, loads, of_head, value, made, maxima, of_rows);
+      store_rows(arrays, here, first, made);
+      store_columns(arrays, here, first, made);
     }
     static_for<Epilogue::whole_reductions>([&](auto index) {
       constexpr ReductionAccess access = Epilogue::whole_reduction[index];
@@ -200,25 +207,105 @@ struct Results {
     });
   }
 
-  /// Words of tables of heads for a pair of adjacent columns.
+  /// Words for a thread's pair of adjacent columns of a group, and for those half a head behind.
   template <class Arrays>
-  __device__ __forceinline__ static void load_tables(const Arrays& arrays, const FragmentPlace& place, int column,
-                                                     int r, Tables& tables) {
+  __device__ __forceinline__ static void load_pair(const Arrays& arrays, const FragmentPlace& place, int first, int j,
+                                                   int r, OfPair& of_pair) {
+    constexpr int half_width = width / halves;
+    const int column = column_of(first, j) + 2 * static_cast<int>(threadIdx.x % 4);
+    static_for<Epilogue::head_vectors>([&](auto index) {
+      constexpr VectorAccess access = Epilogue::head_vector[index];
+      load_adjacent<access.dtype, 2>(arrays.pointer[access.pointer], access.half * half_width + column,
+                                     of_pair.head_vector[index]);
+    });
     static_for<Epilogue::rope_tables>([&](auto index) {
       constexpr VectorAccess access = Epilogue::rope_table[index];
-      constexpr int half_width = width / 2;
       long long row = product_row(place, r);
       if constexpr (access.period > 0) row %= access.period;
       load_adjacent<access.dtype, 2>(arrays.pointer[access.pointer],
                                      row * (access.halves * half_width) + access.half * half_width + column,
-                                     tables[index]);
+                                     of_pair.rope_table[index]);
     });
+  }
+
+  /// The place, hidden from the compiler where heads have values: else ptxas keeps what one sweep over a head's columns
+  /// loads in registers for the next one, and spills.
+  template <class Place>
+  __device__ __forceinline__ static Place hidden(Place place) {
+    if constexpr (Epilogue::head_values > 0) place.row = __shfl_sync(0xFFFFFFFFu, place.row, threadIdx.x % 32);
+    return place;
+  }
+
+  /// The values of a head of the thread's rows. Each sweep over its columns makes those that depend on earlier ones.
+  template <class Arrays, class Value>
+  __device__ __forceinline__ static void reduce_heads(const Arrays& arrays, const FragmentPlace& place,
+                                                      const Beside& beside, const Value& value, OfHead& of_head) {
+    static_for<Epilogue::head_passes>([&](auto index) {
+      constexpr int sweep = index;
+      OfHead total;
+      static_for<Epilogue::head_values>(
+          [&](auto index) { total[0][index] = total[1][index] = neutral<Epilogue::head_op[index]>(); });
+#pragma unroll
+      for (int first = 0; first < width; first += columns) {
+        const FragmentPlace here = hidden(place);
+        Loads loads;
+        load_tiles(arrays, here, first, loads);
+#pragma unroll
+        for (int j = 0; j < half_groups; ++j)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            OfPair of_pair;
+            load_pair(arrays, here, first, j, r, of_pair);
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              typename Epilogue::Element element;
+              float terms[at_least_one(Epilogue::head_values)];
+              fill(element, {first, j, r, c}, beside, of_pair, loads, of_head, value);
+              Epilogue::template evaluate_heads<sweep>(element, terms);
+              static_for<Epilogue::head_values>([&](auto index) {
+                if constexpr (Epilogue::head_pass[0][index] == sweep)
+                  total[r][index] = combine<Epilogue::head_op[index]>(total[r][index], terms[index]);
+              });
+            }
+          }
+      }
+      static_for<Epilogue::head_values>([&](auto index) {
+        if constexpr (Epilogue::head_pass[0][index] == sweep) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            of_head[r][index] = combine_lanes<Epilogue::head_op[index], 1 | 2>(total[r][index]);
+        }
+      });
+    });
+  }
+
+  /// An element's place: the first of the columns at a time, its group of these, the row of two, the column of two.
+  struct Cell {
+    int first, j, r, c;
+  };
+
+  /// Fills in all inputs of an element.
+  template <class Value>
+  __device__ __forceinline__ static void fill(typename Epilogue::Element& element, Cell cell, const Beside& beside,
+                                              const OfPair& of_pair, const Loads& loads, const OfHead& of_head,
+                                              const Value& value) {
+    const auto [first, j, r, c] = cell;
+#pragma unroll
+    for (int half = 0; half < halves; ++half)
+      element.acc[half] = value(column_of(first, half * half_groups + j) / 2 + 2 * r + c);
+    static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = beside.scalar[index]; });
+    static_for<Epilogue::column_vectors>(
+        [&](auto index) { element.column_vector[index] = beside.column_vector[index][r]; });
+    static_for<Epilogue::head_vectors>([&](auto index) { element.head_vector[index] = of_pair.head_vector[index][c]; });
+    static_for<Epilogue::rope_tables>([&](auto index) { element.rope_table[index] = of_pair.rope_table[index][c]; });
+    static_for<Epilogue::tile_loads>([&](auto index) { element.tile[index].f = loads[index].value[j][r][c]; });
+    static_for<Epilogue::head_values>([&](auto index) { element.head_value[index] = of_head[r][index]; });
   }
 
   template <class Arrays, class Value>
   __device__ __forceinline__ static void evaluate(const Arrays& arrays, const FragmentPlace& place, int first,
-                                                  const Beside& beside, const Loads& loads, const Value& value,
-                                                  Made& made, Maxima& maxima, OfRows& of_rows) {
+                                                  const Beside& beside, const Loads& loads, const OfHead& of_head,
+                                                  const Value& value, Made& made, Maxima& maxima, OfRows& of_rows) {
 #pragma unroll
     for (int j = 0; j < half_groups; ++j) {
       OfColumns of_columns;
@@ -227,20 +314,13 @@ struct Results {
       });
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        Tables tables;
-        load_tables(arrays, place, column_of(first, j) + 2 * static_cast<int>(threadIdx.x % 4), r, tables);
+        OfPair of_pair;
+        load_pair(arrays, place, first, j, r, of_pair);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           typename Epilogue::Element element;
           typename Epilogue::Result result;
-#pragma unroll
-          for (int half = 0; half < halves; ++half)
-            element.acc[half] = value(column_of(first, half * half_groups + j) / 2 + 2 * r + c);
-          static_for<Epilogue::scalars>([&](auto index) { element.scalar[index] = beside.scalar[index]; });
-          static_for<Epilogue::column_vectors>(
-              [&](auto index) { element.column_vector[index] = beside.column_vector[index][r]; });
-          static_for<Epilogue::rope_tables>([&](auto index) { element.rope_table[index] = tables[index][c]; });
-          static_for<Epilogue::tile_loads>([&](auto index) { element.tile[index].f = loads[index].value[j][r][c]; });
+          fill(element, {first, j, r, c}, beside, of_pair, loads, of_head, value);
           Epilogue::template evaluate<0>(element, result);
           static_for<Epilogue::tile_values(0)>([&](auto index) {
             made[index / halves].value[index % halves * half_groups + j][r][c] = result.tile[index];

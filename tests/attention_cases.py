@@ -51,6 +51,7 @@ class Kernel:
     deterministic: bool = True
     split: bool = False
     score: str = ""  # the text of a score function
+    has_tables: bool = False  # of which there are gradients
     results: str | None = None  # of `EPILOGUES`
     keeps_y: bool = True
     gradients: str | None = None  # of `OF_GRADIENTS`, for the sizes of a case
@@ -114,7 +115,8 @@ class Kernel:
     def text(self):
         forward, backward = self.forward, self.backward
         vectors = 2 + self.arrays * (4 if self.second else 2) + self.ids + self.drops
-        forward_bytes, backward_bytes = forward.shared_bytes(self.arrays, self.ids), backward.shared_bytes(vectors)
+        forward_bytes = forward.shared_bytes(self.arrays, self.ids)
+        backward_bytes = backward.shared_bytes(vectors, self.has_tables)
         flags = {
             "has_arrays": self.arrays,
             "has_second": self.second,
@@ -179,17 +181,29 @@ def results_of(name, rows, columns, keeps_y=True):
     return Results(traced.program, tuple(traced.out_avals[x.output].dtype for x in traced.program.stores), keeps_y)
 
 
-def _of_gradient(x, scale, z, cos, sin, factor, width, dtype, sums):
+def _normalised(z, scale):
+    """The heads of z (M, H, Dh) over their root mean squares, times a scale of each column, as of Qwen3."""
+    return z * jax.lax.rsqrt(jnp.mean(z * z, axis=2, keepdims=True) + 1e-6) * scale
+
+
+def _of_gradient(x, scale, z, cos, sin, factor, norm, width, dtype, sums):
     """x turned back, times a factor of each row, as a product in 16 or in 8 bits reads it; and sums of x z.
 
     Args:
-      sums: whether sums along columns are made too, of what is turned back.
+      norm: the scale of a norm of z's heads, whose cotangent x turned back is; the sums are behind the norm then.
+      sums: whether sums along columns are made too, of what is turned back; behind a norm the gradient of its scale.
     """
-    inner = jnp.sum(x * z, axis=1)
+    inner, of_columns = jnp.sum(x * z, axis=1), ()
     if cos is not None:
         cos, sin = (jnp.tile(table, (x.shape[0] // table.shape[0], 1)) for table in (cos, sin))
         x = rotary(x.reshape(len(x), -1, width), cos, -sin).reshape(x.shape)
-    of_columns = (jnp.sum(x, axis=0),) if sums else ()
+    if norm is not None:
+        heads = (len(x), -1, width)
+        pulled_back, of_scale = jax.vjp(_normalised, z.reshape(heads), norm)[1](x.reshape(heads))
+        x = pulled_back.reshape(x.shape)
+        inner, of_columns = jnp.sum(x * z, axis=1), (of_scale,) if sums else ()
+    elif sums:
+        of_columns = (jnp.sum(x, axis=0),)
     x = x * factor
     if dtype == E4M3:
         return (x8 := saturate(x * scale, E4M3)), x8.T, inner, jnp.max(jnp.abs(x)), *of_columns
@@ -204,12 +218,14 @@ class OfGradients(NamedTuple):
       dtype: of the tiles.
       members: the gradients whose columns a tile has.
       sums: whether there are sums along columns.
+      is_normed: whether the heads of q and k had a norm before they were turned.
     """
 
     is_turned: bool
     dtype: np.dtype
     members: tuple[tuple[int, ...], ...]
     sums: bool = False
+    is_normed: bool = False
 
 
 ALL, EACH = ((0, 1, 2),), ((0,), (1,), (2,))
@@ -222,34 +238,41 @@ OF_GRADIENTS = {
     "turned_apart_in_8_bits": OfGradients(True, E4M3, EACH),
     "keys_and_values": OfGradients(False, np.dtype(jnp.bfloat16), ((0,), (1, 2)), sums=True),
     "queries_and_keys": OfGradients(True, E4M3, ((0, 1), (2,))),
+    "normed": OfGradients(True, np.dtype(jnp.bfloat16), ALL, sums=True, is_normed=True),
+    "normed_in_8_bits": OfGradients(True, E4M3, ALL, sums=True, is_normed=True),
+    "normed_apart": OfGradients(False, np.dtype(jnp.bfloat16), EACH, is_normed=True),
 }
 
 
 @functools.cache
 def gradients_of(name, batch, rows, heads, key_heads, width, value_width, of=jnp.bfloat16):
-    """Epilogues of `OF_GRADIENTS` of gradients of these sizes. Operands: scale, factor, cos, sin, and q, k and v.
+    """Epilogues of `OF_GRADIENTS` of gradients of these sizes.
+
+    Operands: scale, factor, cos, sin, q, k and v, and the scales of the norms of q and k.
 
     Args:
-      of: the dtype of these three.
+      of: the dtype of q, k and v.
     """
-    is_turned, dtype, members, sums = OF_GRADIENTS[name]
+    is_turned, dtype, members, sums, is_normed = OF_GRADIENTS[name]
     programs, places = [], []
     for i, (count, of_head) in enumerate(((heads, width), (key_heads, width), (key_heads, value_width))):
         tables = [jax.ShapeDtypeStruct((rows, width // 2), np.float32)] * 2 if is_turned and i < 2 else []
         tile = jax.ShapeDtypeStruct((batch * rows, count * of_head), of)
         factor = jax.ShapeDtypeStruct((batch * rows, 1), np.float32)
-        types = [jax.ShapeDtypeStruct((), np.float32), factor, *tables, tile]
+        norm = [jax.ShapeDtypeStruct((width,), np.float32)] if is_normed and i < 2 else []
+        types = [jax.ShapeDtypeStruct((), np.float32), factor, *tables, tile, *norm]
 
-        def function(x, scale, factor, *others, width=width):
-            *tables, z = others
-            return _of_gradient(x, scale, z, *(tables or (None, None)), factor, width, dtype, sums)
+        def function(x, scale, factor, *others, width=width, tables=tables):
+            count = len(tables)
+            of_tables, (z, *norms) = others[:count] or (None, None), others[count:]
+            return _of_gradient(x, scale, z, *of_tables, factor, *(norms or [None]), width, dtype, sums)
 
         traced, _ = trace_epilogue(function, jax.ShapeDtypeStruct(tile.shape, np.float32), types)
         programs.append(traced.program)
-        places.append((0, 1, *((2, 3) if tables else ()), 4 + i))
+        places.append((0, 1, *((2, 3) if tables else ()), 4 + i, *([7 + i] if norm else [])))
     dtypes = (dtype, dtype) if dtype == E4M3 else (dtype,)
     dtypes = tuple(dtype for dtype in dtypes for _ in members)
-    return Gradients(tuple(programs), tuple(places), 7, members * (len(dtypes) // len(members)), dtypes)
+    return Gradients(tuple(programs), tuple(places), 9, members * (len(dtypes) // len(members)), dtypes)
 
 
 class Schedule(ctypes.Structure):
@@ -264,6 +287,7 @@ ARRAYS = (
     *("lse_2", "delta", "sums", "turns", "dk", "dv", "dq"),
     *(f"score_array_{i}" for i in range(4)),
     *(f"gradient_sums_{i}" for i in range(4)),
+    *(f"entries_{i}" for i in range(4)),
 )
 
 
@@ -424,6 +448,9 @@ class Case:
     operands: tuple = ()
     score_arrays: tuple = ()  # as the kernels take them
     gradients: tuple = ()  # the numbers of those of which the backward kernel makes the gradients
+    read: Callable | None = None  # the arrays that the score reads, of its operands
+    tables: tuple = ()  # for each of those of `gradients` the table by distance, or None
+    entries: tuple = ()  # that the distances of tables read, as the kernel takes them
 
     @property
     def dropped(self):
@@ -466,24 +493,34 @@ class Case:
             (slope,) = pullback(jnp.ones_like(value))
             return np.asarray(value), np.asarray(slope)
 
-    def of_score_arrays(self, s, ds):
-        """The gradients of the score's arrays from the cotangents of scores, by their names."""
+    @property
+    def places(self):
+        """The operands that are differentiated."""
+        return [i for i, x in enumerate(self.operands) if x.dtype.kind == "f"] if self.gradients else []
+
+    def of_operands(self, gradients):
+        """The gradients of the operands, by their names, from those of the arrays that the kernels take."""
+
+        def arrays(*differentiated):
+            given = dict(enumerate(self.operands)) | dict(zip(self.places, differentiated, strict=True))
+            read = self.read(*(given[i] for i in range(len(given))))
+            return [read[number] for number in self.gradients]
+
+        _, pullback = jax.vjp(arrays, *(jnp.asarray(self.operands[i]) for i in self.places))
+        return {f"gradient_{i}": np.asarray(x) for i, x in zip(self.places, pullback(gradients), strict=True)}
+
+    def of_scores(self, s, ds):
+        """The gradients of the operands, by their names, from the cotangents of scores."""
         with jax.enable_x64(True):
             operands = [jnp.asarray(x, s.dtype if x.dtype.kind == "f" else None) for x in self.operands]
-            places = [i for i, x in enumerate(operands) if x.dtype == s.dtype]
+            places = self.places
 
             def score(*differentiated):
                 given = dict(enumerate(operands)) | dict(zip(places, differentiated, strict=True))
                 return self.score(jnp.asarray(s), *(given[i] for i in range(len(operands))))
 
             _, pullback = jax.vjp(score, *(operands[i] for i in places))
-            found = dict(zip(places, map(np.asarray, pullback(jnp.asarray(ds))), strict=True))
-        arrays = {number: self.score_arrays[number] for number in self.gradients}
-        operand_of = {
-            number: next(i for i in found if np.array_equal(self.operands[i].ravel(), x.ravel()))
-            for number, x in arrays.items()
-        }
-        return {f"gradient_{number}": found[operand_of[number]].reshape(x.shape) for number, x in arrays.items()}
+            return {f"gradient_{i}": np.asarray(x) for i, x in zip(places, pullback(jnp.asarray(ds)), strict=True)}
 
 
 def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, splits=1, seed=0):
@@ -508,13 +545,26 @@ def case(kernel, mask, batch=1, queries=200, keys=None, heads=1, groups=1, split
     )
 
 
-def scored(kernel, mask, score, operands=(), *, differentiated=False, **sizes):
-    """A case with a score function, a JAX function score(s, *operands), whose arrays may be differentiated."""
+def scored(kernel, mask, score, operands=(), *, differentiated=False, first_row=None, **sizes):
+    """A case with a score function, a JAX function score(s, *operands), whose arrays may be differentiated.
+
+    Args:
+      first_row: that of the first query, where positions of queries are an array, as those of a device's part are.
+    """
     one = case(kernel, mask, **sizes)
     shape = (len(one.q), one.q.shape[2], one.q.shape[1], one.k.shape[1])
+
+    def read(*operands):
+        return trace(score, [jnp.asarray(x) for x in operands], shape)[1]
+
     traced, arrays = trace(score, [jnp.asarray(x) for x in operands], shape)
     gradients = traced.sums_of_kernel([x.shape for x in arrays]) if differentiated else ()
-    kernel = dataclasses.replace(kernel, score=emit(traced, arrays, gradients))
+    if first_row is not None:
+        rows = jnp.arange(first_row, first_row + shape[2], dtype=jnp.int32)
+        traced, arrays = traced.with_rows_of_array(), (*arrays, rows.reshape(1, 1, -1, 1))
+    tables = tuple(traced.table_of.get(number) for number in gradients)
+    kernel = dataclasses.replace(kernel, score=emit(traced, arrays, gradients), has_tables=any(tables))
+    each = [(table, arrays[number].shape[3]) for table, number in zip(tables, gradients, strict=True) if table]
     return dataclasses.replace(
         one,
         kernel=kernel,
@@ -522,6 +572,9 @@ def scored(kernel, mask, score, operands=(), *, differentiated=False, **sizes):
         operands=tuple(operands),
         score_arrays=tuple(map(np.asarray, arrays)),
         gradients=gradients,
+        read=read,
+        tables=tables,
+        entries=tuple(np.asarray(kernel.backward.entries(traced, *of)) for of in each),
     )
 
 
@@ -592,8 +645,9 @@ def run(case, folder, schedule=None, fault=None, operands=()):
         values["column_bits"] = np.array(random_bits.column_bits(jnp.arange(up_to(keys, 128), dtype=jnp.int32)))
     values["claimed"] = np.zeros(1, np.int32)
     of_arrays = {f"gradient_sums_{i}": case.score_arrays[number] for i, number in enumerate(case.gradients)}
-    for name, x in of_arrays.items():
-        values[name] = np.zeros(kernel.backward.sums_shape(x.shape, (batch, heads, queries, keys)), np.float32)
+    for (name, x), table in zip(of_arrays.items(), case.tables, strict=True):
+        values[name] = np.zeros(kernel.backward.sums_shape(x.shape, (batch, heads, queries, keys), table), np.float32)
+    values |= {f"entries_{i}": x for i, x in enumerate(case.entries)}
     made = {
         "y": np.empty((batch, queries, heads, kernel.value_head), kernel.numpy),
         "lse": np.empty((batch, heads, queries), np.float32),
@@ -646,10 +700,11 @@ def run(case, folder, schedule=None, fault=None, operands=()):
         out["delta"] = got["delta"][:, :, :queries]
     if kernel.split:
         out |= {name: out[name].sum(0).astype(kernel.numpy) for name in ("dk", "dv")}
-    for number, (name, x) in zip(case.gradients, of_arrays.items(), strict=True):
-        like = jax.ShapeDtypeStruct(x.shape, np.float32)
-        out[f"gradient_{number}"] = np.asarray(gradient_of_sums(jnp.asarray(got[name]), like))
-    return out
+    entries, found = iter(case.entries), []
+    for (name, x), table in zip(of_arrays.items(), case.tables, strict=True):
+        like, of = jax.ShapeDtypeStruct(x.shape, np.float32), jnp.asarray(next(entries)) if table else None
+        found.append(gradient_of_sums(jnp.asarray(got[name]), like, of))
+    return out | (case.of_operands(found) if found else {})
 
 
 @dataclasses.dataclass
@@ -784,7 +839,7 @@ def formula(case, working, random=None):
     if case.sinks is not None:
         results["delta"] = delta
     if case.gradients:
-        results |= case.of_score_arrays(products, rounded(of_scores))
+        results |= case.of_scores(products, rounded(of_scores))
     return {name: rounded(x) if working and name not in IN_FLOAT32 else x for name, x in results.items()}
 
 
@@ -793,7 +848,7 @@ def with_rounding(case, exact, plain):
 
     They are sums whose terms cancel, and few: what one of them errs by is a chance.
     """
-    names = [f"gradient_{number}" for number in case.gradients]
+    names = [f"gradient_{place}" for place in case.places]
     draws = [formula(case, True, np.random.default_rng(seed)) for seed in range(16 if names else 0)]
     errors = {name: np.max([np.abs(x[name] - exact[name]) for x in (plain, *draws)], axis=0) for name in names}
     return plain | {name: exact[name] + error for name, error in errors.items()}

@@ -148,6 +148,22 @@ def of_everything(s, slopes, of_keys, of_rows, gates):
     return s * gates[:, None, None] - slopes[:, None, None] * distance + of_keys + of_rows[:, None] * jnp.cos(distance)
 
 
+def of_tables(s, slope, buckets, near, turns):
+    """A scalar and tables by distance: of heads; of few distances, else 0; and one that is read again and again."""
+    row, key = positions(s)
+    distance = row - key
+    found = near.at[distance + 9].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return (
+        t5_bias(s, buckets) - slope * jnp.sqrt(jnp.abs(distance).astype(jnp.float32)) + found + turns[distance % 5] / 2
+    )
+
+
+def times_table(s, table):
+    """Factors by distance, that heads share; the derivative depends on s."""
+    row, key = positions(s)
+    return s * table[jnp.clip(row - key, -20, 20) + 20]
+
+
 def learned(batch, heads, queries, keys):
     """Functions with operands of each kind of which the backward kernel makes the gradients, by name."""
     slopes = np.exp2(-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
@@ -160,6 +176,9 @@ def learned(batch, heads, queries, keys):
         "rows and keys": (decay, (normal(4, batch, heads, queries), normal(5, batch, heads, keys))),
         "rows": (distance_by_row, (normal(6, batch, heads, queries),)),
         "shared rows and keys": (by_distance, (normal(7, batch, keys), normal(8, heads, queries))),
+        "T5's buckets": (t5_bias, (normal(6, 32, heads),)),
+        "tables": (of_tables, (np.float32(0.1), normal(12, 32, heads), normal(13, 12), normal(14, 5))),
+        "table of factors": (times_table, (1 + normal(15, 41) / 4,)),
         "everything": (of_everything, (slopes, normal(9, keys), normal(10, queries), 1 + normal(11, heads) / 4)),
     }
 

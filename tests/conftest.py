@@ -39,7 +39,7 @@ GPU = pathlib.Path(__file__).with_name("gpu")
 # CPU seconds of each file's tests, the mean of a test's parameters; tests that are not on record take none. Written by
 # CODA_JAX_TEST_SECONDS=write make test, of all that can be in a sample, on a machine that does nothing else.
 RECORD = pathlib.Path(__file__).with_name("seconds.json")
-MOST_SECONDS = 3.0  # of a file's tests in make test
+MOST_SECONDS = 2.5  # of a file's tests in make test
 IS_WRITTEN = os.environ.get("CODA_JAX_TEST_SECONDS") == "write"
 
 

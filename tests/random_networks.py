@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType
 
+import coda_jax as coda
+
 SIZES = [  # rows, width, heads
     *[((12,), 8, 2), ((1,), 8, 1), ((2, 8), 16, 4), ((1, 8), 16, 1), ((8, 8), 8, 2), ((8, 1), 8, 4), ((2, 3, 4), 8, 2)],
     *[((1, 1, 1), 8, 2), ((4, 4, 4), 4, 2), ((3, 1, 5), 8, 8), ((2, 16), 2, 1), ((1, 6), 6, 6), ((16,), 16, 4)],
@@ -341,6 +343,21 @@ def _router(n, h, z):
     return jnp.einsum("...e,...ed->...d", probs, parts)
 
 
+def _experts(n, h, z):
+    """Rows by their ids' expert, some of them of none; under vmap, where JAX multiplies no such rows, nothing."""
+    if n.ids.ndim != h.ndim - 1:
+        return h
+    w, rows, ids = n.of("stack"), h.reshape(-1, h.shape[-1]), n.ids.reshape(-1) % 2
+    order = jnp.argsort(ids)
+    sizes = jnp.bincount(ids, length=2).astype(jnp.int32)
+    sizes = jnp.maximum(sizes - n.i % 2, 0)
+    u = jax.lax.ragged_dot(rows[order], w, sizes)
+    u = n.activation(u) * jax.lax.ragged_dot(rows[order], w + 0.1, sizes) if n.j % 2 else n.activation(u + n.bias)
+    y = jax.lax.ragged_dot(u, w, sizes)
+    y = y * jax.nn.sigmoid(rows[order][:, :1]) if n.j % 3 else y + rows[order] * n.scale
+    return y[jnp.argsort(order)].reshape(h.shape) + (z if n.i % 3 else 0)
+
+
 def _recurrent(n, h, z):
     def step(c, x):
         c = jnp.tanh(c @ n.of("square") + x)
@@ -374,7 +391,7 @@ _FUNCTIONS = [
     *[_rms_norm, _layer_norm, _head_norm, _rotated, _by_heads, _attention, _plain_attention, _plain_attention],
     *[_own_attention, _linear_attention, _gram, _einsum, _split, _interleaved],
     *[_tokens, _shift, _pad, _mean_over_tokens, _cumsum, _mask, _dropout, _jitted],
-    *[_table, _embedded, _picked, _hard, _integers, _router],
+    *[_table, _embedded, _picked, _hard, _integers, _router, _experts],
     *[_recurrent, _one_axis, _weight_of_weights, _repeated_heads, _statistics],
 ]
 STEPS = {
@@ -404,6 +421,14 @@ STEPS = {
     "flags": lambda n, h, z: jnp.where(jnp.isfinite(h) & (jnp.sign(z) != 0), h, 0),
     "reordered": lambda n, h, z: h.T.reshape(h.shape[-1], -1).T.reshape(h.shape) @ n.of("square"),
     **{f.__name__.strip("_"): f for f in _FUNCTIONS},
+}
+ROUNDED = STEPS | {  # with products in 8 bits
+    "product": lambda n, h, z: coda.fp8.matmul(h, n.of("square")),
+    "dense": lambda n, h, z: n.activation(coda.fp8.matmul(h, n.of("square")) + n.bias),
+    "gated": lambda n, h, z: n.activation(coda.fp8.matmul(h, n.of("square"))) * (h @ n.of("square", n.j)),
+    "tied": lambda n, h, z: coda.fp8.matmul(n.activation(coda.fp8.matmul(h, n.of("square"))), n.of("square").T),
+    "lora": lambda n, h, z: coda.fp8.matmul(h, n.of("square")) + 2.0 * ((h @ n.of("low")) @ n.of("rank")),
+    "residual": lambda n, h, z: h + coda.fp8.matmul(z, n.of("square"), recipe=coda.fp8.Recipe(dtype="float8_e5m2")),
 }
 DISCRETE = {"hard", "integers", "sorted", "flags"}  # in 16 bits they are other functions
 
@@ -490,7 +515,7 @@ networks = st.fixed_dictionaries(
 )
 
 
-def network(spec, without=frozenset(), fuse=lambda f: f):
+def network(spec, without=frozenset(), fuse=lambda f: f, kinds=STEPS):
     """The function that a spec describes: of the weights, the input and the ids; its results are several streams."""
     heads = spec["sizes"][2]
 
@@ -500,8 +525,8 @@ def network(spec, without=frozenset(), fuse=lambda f: f):
             if name in without:
                 continue
             n, h, z = Net(w, ids, i, j, heads, fuse), streams[-1], streams[pick % len(streams)]
-            if name in STEPS:
-                y = STEPS[name](n, h, z)
+            if name in kinds:
+                y = kinds[name](n, h, z)
             else:
 
                 def held(n, w, h, z, ids=ids, steps=inner[0]):

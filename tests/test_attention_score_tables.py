@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from attention_scores import B, H, K, N, S, T, arrays, dense, exactly, ids, normal, of_ids, t5_bias, t5_buckets
 from flax import nnx
+from jax.interpreters import partial_eval
 from test_attention_score import AGE, check, refused, sizes, with_gradients  # noqa: F401
 
 import coda_jax as coda
+from coda_jax.attend.primitive import backward_primitives
 from coda_jax.attend.score import trace
-from coda_jax.jaxprs.walk import equations_of
+from coda_jax.attend.score.distances import at_first_distances, entries_of_distances
+from coda_jax.epilogue.program import needed_nodes
+from coda_jax.jaxprs.walk import equations
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 TABLE = normal(20, 32, N)
@@ -125,7 +129,8 @@ def test_an_index_of_distances_is_known_before_the_call(name):
         assert sorted(by_distance) == [False, True]
     else:
         assert all(by_distance) and by_distance and set(of) == {1024}
-        assert not {"log", "div", "select_n"} & {node.op for node in score.nodes}
+        needed = needed_nodes(score.nodes, score.roots)
+        assert not {"log", "div", "select_n"} & {score.nodes[i].op for i in needed}
 
 
 @pytest.mark.parametrize("at", [None, jnp.nan, 0.0])
@@ -186,6 +191,7 @@ def test_gradients_have_one_order():
 
 
 def test_who_does_not_ask_for_the_tables_gradient_pays_nothing():
+    """A table by distance is the backward pass's."""
     q, k, v, dy = arrays()
 
     def made(number, name):
@@ -193,11 +199,38 @@ def test_who_does_not_ask_for_the_tables_gradient_pays_nothing():
             score, operands = SPELLINGS[name]
             return jnp.sum(coda.attention(q, k, v, score=score, operands=(table, *operands[1:])) * dy)
 
-        every, _ = equations_of(jax.grad(loss, number), q, SPELLINGS[name][1][0])
-        return any(x.primitive.name in ("dot_general", "scan", "while") for x, _ in every)
+        closed = jax.make_jaxpr(jax.grad(loss, number))(q, SPELLINGS[name][1][0])
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals))
+        every = [x for x, _ in equations(jaxpr)]
+        by_xla = any(x.primitive.name in ("dot_general", "scan", "while") for x in every)
+        return by_xla, sum(len(x.params["spec"].score_gradients) for x in every if x.primitive in backward_primitives)
 
-    for name in ("T5X", "ids, filled"):
-        assert not made(0, name) and made(1, name)
+    assert made(0, "T5X") == (False, 0) and made(1, "T5X") == (False, 1)
+    assert made(0, "ids, filled") == (False, 0) and made(1, "ids, filled") == (True, 0)
+
+
+@pytest.mark.parametrize("fill", [None, 0.0])
+def test_entries_of_distances_and_of_windows(fill):
+    def score(s, table):
+        row, key = jnp.arange(s.shape[2])[:, None], jnp.arange(s.shape[3])
+        mode = {"mode": "clip"} if fill is None else {"mode": "fill", "fill_value": fill}
+        return s + table.at[(row - key) // 20].get(wrap_negative_indices=False, **mode)
+
+    table = jnp.asarray(normal(30, 4))
+    traced, read = trace(score, [table], (B, N, T, S))
+    (of,), middle, window = traced.tables, read[0].shape[3] // 2, 30
+    entries, windows = np.split(np.asarray(entries_of_distances(traced, of, middle, window)), [2 * middle])
+    index = np.arange(-middle, middle) // 20
+    within = np.clip(index, 0, 3)
+    np.testing.assert_array_equal(entries, within if fill is None else np.where(index == within, within, -2))
+    for i, got in enumerate(windows[:-2]):
+        each = set(entries[16 * i : 16 * i + window])
+        assert got == (each.pop() if len(each) == 1 else -1)
+    # Sums by entry, as an array by distance, are pulled back to the table as they are.
+    sums = normal(31, 1, N, 1, 4)
+    _, pullback = jax.vjp(lambda x: trace(score, [x], (B, N, T, S))[1][0], table)
+    by_distance = at_first_distances(jnp.asarray(sums), jnp.asarray(entries)).sum(1, keepdims=True)
+    np.testing.assert_allclose(pullback(by_distance)[0], sums.sum((0, 1, 2)), rtol=1e-6)
 
 
 def test_second_derivatives():

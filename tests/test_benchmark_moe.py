@@ -43,10 +43,11 @@ def test_tiles_are_counted():
     assert batch.units(np.array([10, 250])) == 4  # 130 and 130
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("coda_mlp", 6), ("coda_batched", 6), ("xla", 0)])
+@pytest.mark.parametrize(("name", "kernels"), [("coda_mlp", 6), ("coda_fused", 6), ("coda_batched", 6), ("xla", 0)])
 def test_the_work_of_a_layer_is_that_of_its_kernels(name, kernels):
     """Forward and backward together three times the forward pass's flops, where groups fill their tiles."""
-    forms = {form.name: form for form in (grouped_forms.expert_mlp(), grouped_forms.batched(), grouped_forms.XLA)}
+    of_coda = grouped_forms.expert_mlp(), grouped_forms.fused(), grouped_forms.batched()
+    forms = {form.name: form for form in (*of_coda, grouped_forms.XLA)}
     case = grouped.CASES["sonic"]
     width, hidden = case.hidden, case.intermediate
     shapes = ((case.rows, width), (case.experts, width, 2, hidden), (case.experts, hidden, width), (case.rows, width))
@@ -57,7 +58,7 @@ def test_the_work_of_a_layer_is_that_of_its_kernels(name, kernels):
     if kernels:
         assert sum(one.flops(grouped.sizes_of("equal", case)) for one in work) == 3 * case.flops
         is_padded = sum(one.flops(grouped.sizes_of("random", case)) for one in work) > 3 * case.flops
-        assert is_padded == (name == "coda_mlp")
+        assert is_padded == (name in ("coda_mlp", "coda_fused"))
 
 
 def test_group_after_group_is_what_numpy_computes():

@@ -19,6 +19,7 @@ from benchmarks import (
     sharded_step,
     timing,
     train_step,
+    unmodified,
 )
 from benchmarks.lab import joined, schedule
 from benchmarks.report_tables import joined as table_of_joined
@@ -212,12 +213,12 @@ def test_a_wrong_family_step(tmp_path, monkeypatch, quick_to_compile):
 FUSED = ["--tiny", "--layers=1", "--repeats=1", "--commit=none"]
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "nnx_blocks"])
+@pytest.mark.parametrize("model", ["llama", "llama_joined", "gpt2", "nnx_blocks"])
 def test_fused_models(model, tmp_path, quick_to_compile):
     """Every variant is right, timed and counted."""
     assert fused_models.main([*FUSED, f"--models={model}", f"--out={tmp_path}"]) == 0
     steps = steps_in(tmp_path)
-    assert steps.keys() == {"plain", "grad_of_fuse", "fuse_of_grad", *(["flax_layers"] if model == "llama" else [])}
+    assert steps.keys() == {"plain", "grad_of_fuse", "fuse_of_grad", *(["flax_layers"] if "llama" in model else [])}
     assert all(float(step["ms"]) > 0 and float(step["ratio"]) > 0 for step in steps.values())
     assert float(steps["grad_of_fuse"]["gradient_distance"]) < 1e-5
     assert steps["plain"]["fused_products"] == "0" < steps["grad_of_fuse"]["fused_products"]
@@ -233,11 +234,17 @@ def test_all_fused_models(tmp_path, quick_to_compile):
 
 def test_fused_models_that_are_counted(tmp_path, monkeypatch, capsys):
     """Nothing is allocated, and so the sizes are those of a GPU; products that are left have a reason."""
+
+    def scores(sizes, dtype):
+        llama = unmodified.llama(sizes, dtype)
+        return llama._replace(apply=lambda w, x: jnp.tanh(jnp.einsum("btd,bsd->bts", x @ w[0]["q"], x)), peer=None)
+
     monkeypatch.setitem(library_models.PACKAGES, "haiku_blocks", ("no_such.module", "no_such_package"))
-    models = ["--models", "llama", "haiku_blocks"]
+    monkeypatch.setitem(fused_models.MODELS, "scores", scores)
+    models = ["--models", "llama", "scores", "haiku_blocks"]
     assert fused_models.main(["--explain", "--layers=1", *models, f"--out={tmp_path}"]) == 0
     shown = capsys.readouterr().out
-    assert "grad_of_fuse" in shown and "left, 2: both factors have batch axes" in shown and not [*tmp_path.iterdir()]
+    assert "grad_of_fuse" in shown and "left, 1: both factors have batch axes" in shown and not [*tmp_path.iterdir()]
     assert "haiku_blocks        skipped: no_such_package is not installed" in shown
 
 
@@ -265,8 +272,12 @@ def test_joined(tmp_path, monkeypatch, quick_to_compile):
     assert steps.keys() == joined.LAYOUTS.keys()
     assert all(float(step["ms"]) > 0 and float(step["gradient_distance"]) < 1e-5 for step in steps.values())
     assert "| both, copied |" in table_of_joined(rows_in(tmp_path))
-    right = joined.parted
-    monkeypatch.setattr(joined, "parted", lambda w, sizes: right(w, sizes) | ({"q": w["q"] / 2} if "q" in w else {}))
+    right = unmodified.split_weights
+
+    def wrong(w, sizes):
+        return right(w, sizes) | ({"q": w["q"] / 2} if "q" in w else {})
+
+    monkeypatch.setattr(unmodified, "split_weights", wrong)
     with pytest.raises(AssertionError, match="qkv: wrong: gradients differ"):
         joined.main(options)
 

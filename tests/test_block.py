@@ -413,8 +413,7 @@ def test_refusals_of_calls():
         lines(f, x, w, rows="y")
     with pytest.raises(ValueError, match="implementation"):
         lines(f, x, w, implementation="fast")
-    with pytest.raises(TypeError, match="no argument of 'tanh' is a value of a block"):
-        coda.opaque(jnp.tanh, x)
+    np.testing.assert_array_equal(coda.opaque(jnp.tanh, x), jnp.tanh(x))  # of an array as it is
     with pytest.raises(NotImplementedError, match="f has no forward mode"):
         jax.jvp(coda.block(name="f")(f), (x, w), (x, w))
     kept = []

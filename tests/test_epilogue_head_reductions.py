@@ -86,6 +86,17 @@ def pairs(acc, scale):
     return (x * rstd).reshape(acc.shape[0], -1, DIM).reshape(acc.shape) * scale
 
 
+def norm_backward(acc, z, scale):
+    """The derivative of a norm: of its input, and of its scale, which is summed over rows and heads."""
+    return jax.vjp(rms_norm, z, scale)[1](acc)
+
+
+def over_rows(acc):
+    """Each head's columns, and those of all heads, reduced over the rows."""
+    heads = in_heads(acc)
+    return heads.sum(0), heads.max((0, 1)), (heads * heads).min(axis=(0, 1), keepdims=True)
+
+
 QK = (RSTD, SCALE, OTHER, COS, SIN)
 CASES = {
     "norm": (4, rms_norm, (SCALE,)),
@@ -106,6 +117,10 @@ CASES = {
     "halves": (4, by_halves, (SCALE[: DIM // 2],)),
     "sixteen_bits": (4, sixteen_bits, ()),
     "pairs": (4, pairs, (jnp.linspace(-1, 1, 4 * DIM),)),
+    "backward": (4, norm_backward, (acc_of(4 * DIM) * RSTD, SCALE)),
+    "backward_of_one_head": (1, norm_backward, (acc_of(DIM) * RSTD, SCALE)),
+    "over_rows": (4, over_rows, ()),
+    "one_head_over_rows": (1, over_rows, ()),
     "of_a_table": (4, lambda acc, t: (in_heads(acc) * t.max(-1)[:, None, None]).reshape(acc.shape), (OTHER + RSTD,)),
 }
 

@@ -213,6 +213,27 @@ def test_scores_are_named():
 
 
 @needs_nvrtc
+def test_gradients_that_are_left_to_xla_are_named():
+    table = jax.ShapeDtypeStruct((32,), jnp.float32)
+
+    def words(index, factor):
+        def score(s, table):
+            row, key = (jax.lax.broadcasted_iota(jnp.int32, s.shape, axis) for axis in (2, 3))
+            found = table[index(row, key) % 32]
+            return s * found * table[0] if factor else s + found
+
+        def of_table(q, k, v, table):
+            return loss(q, k, v, score=score, operands=(table,))
+
+        *_, backward = explained(jax.grad(of_table, (0, 3)), array(H), array(K), array(K), table)[1]
+        assert backward.is_backward
+        return backward.mask.partition("; gradients by XLA where asked for: ")[2]
+
+    assert words(lambda row, key: row - key, False) == ""
+    assert words(lambda row, key: row + key, False) == "a table's index is no distance of query and key"
+    assert words(lambda row, key: row - key, True) == "more than 1 derivative depends on the scores"
+
+
 def test_tiles_that_a_score_hides_are_counted():
     (forward,) = explained(lambda *x: loss(*x, score=in_chunks), array(H), array(K), array(K))[1]
     assert forward.mask == "from i - 511 to i + 511; score in_chunks, which hides keys"

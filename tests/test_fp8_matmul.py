@@ -25,7 +25,8 @@ def quantised(x, dtype, scale=None):
     """Values rounded to fp8 as numpy has it, and what one of them stands for, in float64."""
     largest = float(ml_dtypes.finfo(dtype).max)
     x = np.asarray(x, np.float32)
-    scale = np.float32(largest) / np.abs(x).max() if scale is None else np.float32(scale)
+    scale = np.exp2(np.floor(np.log2(largest / np.abs(x).max()))) if scale is None else scale
+    scale = np.float32(scale)
     return np.clip(x * scale, -largest, largest).astype(dtype).astype(np.float64), np.float64(np.float32(1) / scale)
 
 

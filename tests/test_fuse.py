@@ -506,32 +506,59 @@ def test_outside_jit_equal_layers_are_compiled_once():
     assert compiled(9) <= 1  # a sum of nine gradients, which is another one
 
 
-def test_heads_that_are_rotated_in_float32_are_stored_once_as_attention_reads_them():
-    """A tile that a call reads in 16 bits is no array in more bytes, which all of its readers would compute again."""
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_heads_that_are_rotated_in_float32_are_stored_once_as_attention_reads_them(has_positions):
+    """A tile that a call reads in 16 bits is no array in more bytes, which all of its readers would compute again.
+
+    Positions of each token, as of packed rows, give a table that queries and keys share.
+    """
     rows, heads = (2, 256), (4, 64)
 
-    def turned(h):
+    def turned(h, c, s):
         a, b = jnp.split(h.astype(jnp.float32), 2, axis=-1)
-        angles = jnp.arange(rows[1])[:, None, None] * jnp.linspace(1, 0, heads[1] // 2)
-        c, s = jnp.cos(angles), jnp.sin(angles)
         return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1).astype(h.dtype)
 
     def loss_with(rotation):
-        def loss(w, x):
+        def loss(w, x, positions):
             q, k, v = ((x @ w[name]).reshape(*rows, *heads) for name in "qkv")
-            o = jax.nn.dot_product_attention(rotation(q), rotation(k), v, is_causal=True)
+            angles = positions[..., None, None] * jnp.linspace(1, 0, heads[1] // 2)
+            tables = jnp.cos(angles), jnp.sin(angles)
+            o = jax.nn.dot_product_attention(rotation(q, *tables), rotation(k, *tables), v, is_causal=True)
             return jnp.sum((o.reshape(x.shape) @ w["o"]).astype(jnp.float32))
 
         return loss
 
     x = jax.ShapeDtypeStruct((*rows, math.prod(heads)), jnp.bfloat16)
     w = dict.fromkeys("qkvo", jax.ShapeDtypeStruct((x.shape[-1],) * 2, jnp.bfloat16))
+    positions = jax.ShapeDtypeStruct(rows if has_positions else rows[1:], jnp.int32)
     turning, without = (
-        coda.explain(jax.grad(coda.fuse(loss_with(f))), w, x, platform="cuda").totals for f in (turned, lambda h: h)
+        coda.explain(jax.grad(coda.fuse(loss_with(f))), w, x, positions, platform="cuda").totals
+        for f in (turned, lambda h, *_: h)
     )
-    statistics = 4 * math.prod(rows) * heads[0]  # the log-sum-exp
-    assert turning.kept_bytes <= without.kept_bytes + statistics
+    more = 4 * math.prod(rows) * heads[0] + 4 * math.prod(positions.shape) * heads[1]  # a log-sum-exp; cos and sin
+    assert turning.kept_bytes <= without.kept_bytes + more
     assert turning.passes_bytes < without.passes_bytes + math.prod(x.shape) * 2  # tables alone: attention turns back
+
+
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_norms_of_heads_are_made_in_the_epilogue_of_their_product(is_gradient):
+    """Their sums are no arrays of their own, and the gradient of the scale is a sum over rows and heads by a map."""
+    rows, heads, dim = 4, 4, 32
+
+    def loss(x, w, scale, out):
+        q = (x @ w).reshape(*x.shape[:2], heads, dim)
+        q = q * jax.lax.rsqrt(jnp.mean(q * q, axis=-1, keepdims=True) + 1e-6) * scale
+        return jnp.sum(jnp.sin(q.reshape(*x.shape[:2], -1) @ out))
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (2, rows, 32), (32, heads * dim), (dim,), (heads * dim, 32)
+    arrays = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    function = jax.value_and_grad(loss, (0, 1, 2, 3)) if is_gradient else loss
+    found, expected = jax.jit(coda.fuse(function))(*arrays), jax.jit(function)(*arrays)
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4 * float(jnp.max(jnp.abs(y))))
+    passes = coda.explain(coda.fuse(function), *arrays, platform="cuda").passes
+    assert not [x for x in passes if "rsqrt" in x.operation and x.bytes > 4 * 2 * rows * heads * dim]
 
 
 def test_a_check_passes_and_finds_what_is_wrong(monkeypatch):

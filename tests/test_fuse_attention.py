@@ -242,6 +242,39 @@ def test_attention_may_be_left(options):
     assert not found and names.count("dot_general") == 2
 
 
+class Described:
+    """A device that is described alone: nothing runs on it."""
+
+    platform, device_kind, process_index = "cuda", "h100", 0
+
+    def __init__(self, number):
+        self.id, self.client = number, self
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("is_abstract", [True, False])
+def test_constants_are_computed_beside_a_mesh_of_described_devices(is_abstract, kind):
+    """The number of a mask, which is computed, too."""
+
+    def attend(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k)
+        i = jnp.arange(s.shape[2])
+        s = jnp.where(i[:, None] >= i, s, -1e30 * jnp.float32(2))
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    axes, types = ("a", "b"), (jax.sharding.AxisType[kind],) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), axes, axis_types=types)
+    if is_abstract:
+        entered = jax.sharding.use_abstract_mesh(mesh)
+    else:
+        devices = np.array([Described(i) for i in range(4)], dtype=object).reshape(2, 2)
+        entered = jax.set_mesh(jax.sharding.Mesh(devices, axes, axis_types=types))
+    x = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.float32)
+    with entered:
+        traced = jax.jit(coda.fuse(attend)).trace(x, x, x)
+    assert sum(x.primitive in FORMS for x, _ in equations(traced.jaxpr.jaxpr)) == 1
+
+
 def test_an_implementation_is_handed_on():
     found, _ = calls(coda.fuse(attended(), implementation="xla"), query, key, value)
     assert [e.params["spec"].implementation for e in found] == ["xla"]

@@ -434,12 +434,13 @@ def test_equal_layers_are_traced_once():
         w = [plain_models.weights(jnp.bfloat16)] * depth
         fused = coda.fuse(loss)
         jax.eval_shape(jax.grad(fused, (0, 1)), w, plain_models.inputs(jnp.bfloat16))
-        (piece,) = fused.pieces.made
-        derivative = piece.lifted.graph.derivative()
-        plans = [derivative.forward_plan, derivative.backward().plan]
+        pieces = [piece for piece in fused.pieces.made if piece.lifted is not None]
+        derivatives = [piece.lifted.graph.derivative() for piece in pieces]
+        plans = [plan for of in derivatives for plan in (of.forward_plan, of.backward().plan)]
         values = [x for plan in plans for x in reachable(plan.wanted)]
         counts.append((len({x.body for x in values if isinstance(x, Map)}), [len(plan.traces) for plan in plans]))
-        assert len(plans[0].steps) == 7 * depth and all(plan.traces for plan in plans)
+        steps = [piece.count * len(of.forward_plan.steps) for piece, of in zip(pieces, derivatives, strict=True)]
+        assert sum(steps) == 7 * depth and all(plan.traces for plan in plans if plan.steps)
     assert counts[0] == counts[1]
 
 
@@ -682,3 +683,53 @@ def test_a_sum_over_axes_in_the_middle_names_its_factor():
     check(f, w, x, argnums=(0, 1))
     reasons = [one.reason for one in coda.fuse.report(f, w, x).products if one.reason]
     assert reasons == ["it sums over axes (1,) of float32[2,4,16], which are not its last"]
+
+
+def test_rows_of_an_embedding_are_kept_in_the_dtype_that_is_read():
+    def loss(w, tokens):
+        x = w["embed"][tokens].astype(jnp.bfloat16)
+        return jnp.sum(jnp.tanh(x @ w["up"].astype(jnp.bfloat16)).astype(jnp.float32))
+
+    types = {"embed": (512, 128), "up": (128, 128)}
+    types = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in types.items()}
+    step = jax.value_and_grad(coda.fuse(loss))
+    kept = coda.explain(step, types, jax.ShapeDtypeStruct((4, 256), jnp.int32), platform="cuda").totals.kept_bytes
+    assert kept <= 4 * 256 * (128 + 128) * 2 + 128 * 128 * 2  # the rows, the product and a weight, in 16 bits
+
+
+def test_what_is_opaque_stays():
+    def attention(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    def f(w, x, call):
+        q, k, v = (y.reshape(*x.shape[:-1], 2, -1) for y in jnp.split(x @ w, 3, axis=-1))
+        return jnp.tanh(call(q, k, v).reshape(x.shape) @ w[:, : x.shape[-1]])
+
+    w, x = normal(16, 48), normal(2, 8, 16, seed=1)
+    opaque = lambda w, x: f(w, x, lambda *qkv: coda.opaque(attention, *qkv))  # noqa: E731
+    assert "coda_attention" in str(jax.make_jaxpr(coda.fuse(lambda w, x: f(w, x, attention)))(w, x))
+    for g in (coda.fuse(opaque), coda.fuse(jax.grad(lambda w, x: jnp.sum(opaque(w, x))))):
+        assert "coda_attention" not in str(jax.make_jaxpr(g)(w, x))
+    check(opaque, w, x)
+
+
+def test_a_method_has_the_name_of_its_class():
+    class Layer:
+        @coda.fuse
+        def __call__(self, w, x):
+            return jnp.tanh(x @ w)
+
+    class Own(Layer):
+        pass
+
+    jaxpr = jax.make_jaxpr(Own())(normal(8, 8), normal(4, 8))
+    assert "name=Own" in str(jaxpr) or "Own_0" in str(jaxpr)
+
+    class Plain:
+        def __call__(self, w, x):
+            return jnp.tanh(x @ w)
+
+    bound = coda.fuse(Plain().__call__)
+    bound(normal(8, 8), normal(4, 8))
+    assert bound.name == bound.pieces.made[0].name == "Plain"

@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import coda_jax as coda
+from coda_jax.fusion.losses import row_gradients
+from coda_jax.fusion.losses.loss import LEAST_VOCABULARY
 from coda_jax.jaxprs.walk import equations
 from tests import tolerance
 from tests.test_fuse import largest_error
@@ -310,3 +312,25 @@ def test_the_gradient_of_a_fused_loss_that_is_fused(has_aux, options):
         coda.explain(g, x, w, labels, platform="cuda", device="H100").totals for g in (fused, coda.fuse(gradient))
     ]
     assert totals[0].passes_bytes <= 1.01 * totals[1].passes_bytes
+
+
+def test_rows_are_not_followed_from_other_products(monkeypatch):
+    """As those in front of a norm's sum and of exponentials of losses: it is a walk over all equations."""
+    regions = []
+    init = row_gradients._GradientRegion.__init__
+
+    def counted(self, makers, logits):
+        regions.append(logits)
+        init(self, makers, logits)
+
+    def loss(layers, x, w, labels):
+        for up, down in layers:
+            h = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+            x = x + jnp.tanh(h @ up) @ down
+        return jnp.mean(jnp.exp(integer_labels(x @ w, labels)))
+
+    monkeypatch.setattr(row_gradients._GradientRegion, "__init__", counted)
+    width = LEAST_VOCABULARY
+    x, up, w = (jnp.ones(shape, jnp.bfloat16) for shape in ((4, 16, width), (width, 32), (width, 2 * width)))
+    jax.make_jaxpr(coda.fuse(jax.value_and_grad(loss)))([(up, up.T)] * 3, x, w, jnp.zeros((4, 16), int))
+    assert not regions  # the loss itself is found as one of its logits

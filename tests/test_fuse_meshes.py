@@ -11,7 +11,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, NamedSharding, reshard
 
 import coda_jax as coda
-from coda_jax.fusion import row_losses
+from coda_jax.fusion.losses import row_losses
 from coda_jax.jaxprs.walk import equations
 from tests import partitioned, plain_models
 from tests.plain_models import loss_of, model, rms_norm

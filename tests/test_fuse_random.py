@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 
 import hypothesis
@@ -17,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 import coda_jax as coda
 from tests.random_networks import (
     DISCRETE,
+    ROUNDED,
     arguments,
     beside,
     beside_arguments,
@@ -88,6 +90,13 @@ def exact_results(spec, args):
 
 _MASKS_OF_ONE_ROW = [("transposed", 8, 4, 8), ("split", 5, 8, 4), ("integers", 8, 10, 6)]
 _TANGENTS_TRANSPOSED = [("tokens", 6, 2, 1), ("head_norm", 4, 1, 6), ("router", 6, 6, 3)]
+_COLUMNS_BESIDE_ONE_ROW = [
+    ("cond", 6, 1, 6, [("picked", 11, 11, 7), ("mean_over_tokens", 4, 11, 4)]),
+    ("fori", 10, 10, 0, [("outer", 5, 6, 1)]),
+    ("one_axis", 3, 11, 5),
+    ("named", 8, 9, 5),
+]
+_AXES_OF_ONE_ROW = {"sizes": ((1, 1, 1), 8, 2), "steps": [("fori", 8, 9, 1, [("linear_attention", 8, 1, 6)])]}
 
 
 @settings(8)
@@ -95,6 +104,7 @@ _TANGENTS_TRANSPOSED = [("tokens", 6, 2, 1), ("head_norm", 4, 1, 6), ("router", 
 @hypothesis.example(
     {"sizes": ((8, 1), 8, 4), "steps": [("vmap", 2, 8, 6, _TANGENTS_TRANSPOSED), ("embedded", 9, 6, 4)]}
 )
+@hypothesis.example({"sizes": ((1, 1, 1), 8, 2), "steps": _COLUMNS_BESIDE_ONE_ROW})
 @hypothesis.given(networks)
 def test_a_network_has_its_values_and_gradients(spec):
     args = arguments(spec)
@@ -107,7 +117,30 @@ def test_a_network_has_its_values_and_gradients(spec):
         assert max(errors.values()) < BOUND + 4 * own, (errors, own)
 
 
+@settings(4)
+@hypothesis.example({"sizes": ((2, 16), 2, 1), "steps": [("dense", 1, 1, 1), ("vmap", 2, 8, 6, [("tied", 9, 6, 4)])]})
+@hypothesis.example(
+    {"sizes": ((2, 8), 16, 4), "steps": [("rms_norm", 0, 2, 4), ("gated", 0, 3, 0), ("residual", 1, 1, 0)]}
+)
+@hypothesis.given(networks)
+def test_a_network_of_products_in_8_bits_has_its_values_and_gradients(spec):
+    """A value between two of 8 bits may become the other one: what one more unit in the last place of x does."""
+    (w, x, ids), plain = arguments(spec), loss_of(network(spec, DISCRETE, kinds=ROUNDED))
+    fuse = functools.partial(coda.fuse, defer_norms=False)  # else products round what is normalised
+    fused = loss_of(network(spec, DISCRETE, fuse=fuse, kinds=ROUNDED))
+    near = jnp.nextafter(x, jnp.full_like(x, jnp.inf))
+
+    def every(w, x, ids, near):
+        doors = with_gradients(fuse(fused)), fuse(with_gradients(fused))
+        return [*(door(w, x, ids) for door in doors), *(with_gradients(plain)(w, at, ids) for at in (near, x))]
+
+    *found, moved, expected = jax.jit(every)(w, x, ids, near)
+    bound = BOUND + 4 * largest_error(moved, expected)
+    assert max(largest_error(one, expected) for one in found) < bound
+
+
 @settings(2)
+@hypothesis.example(_AXES_OF_ONE_ROW)
 @hypothesis.given(networks)
 def test_a_network_in_16_bits_is_as_near_to_float32_as_it_was(spec):
     args = arguments(spec, jnp.bfloat16)

@@ -60,7 +60,8 @@ def ranked(w, x, ids, key):
 
 
 REASONS = {
-    attention: "between products that are left: both factors have batch axes, as in attention",
+    attention: "between products that are left: both factors have batch axes, as in attention, or experts with a "
+    "capacity",
     norm: "norms, which need sums of whole rows first",
     dropout: "random numbers are drawn",
     embedding: "rows or slices are gathered or scattered",

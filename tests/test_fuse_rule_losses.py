@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import coda_jax as coda
-from coda_jax.fusion import row_losses
+from coda_jax.fusion.losses import row_losses
 from coda_jax.jaxprs.walk import equations
 from tests.test_fuse import largest_error
 

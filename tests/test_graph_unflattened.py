@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import coda_jax as coda
-from coda_jax.graph.pieces import in_pieces, whole
+from coda_jax.graph.pieces import Pieces, in_pieces, whole
 from coda_jax.graph.unflattened import Unflattened, flat
 from coda_jax.jaxprs.bind import bind
 from tests.gemm_cases import assert_close
@@ -21,6 +21,22 @@ def of_heads(x):
     return (heads / (1 + jnp.max(heads, axis=-1, keepdims=True))).reshape(x.shape)
 
 
+def slices_gradient(x, dy, heads=0):
+    """The cotangent of x (6, 8), or of its heads, from those of three slices of its columns, or two of its heads."""
+
+    def slices(x):
+        if heads:
+            z = x.reshape(6, 4, 2)
+            return z[:, :heads], z[:, heads:]
+        return x[:, :3], x[:, 3:4], x[:, 4:]
+
+    ys, pullback = jax.vjp(slices, x)
+    ends, sizes = 0, []
+    for y in ys:
+        sizes.append((ends, ends := ends + y.size // 6))
+    return pullback(tuple(dy[:, slice(*size)].reshape(y.shape) for y, size in zip(ys, sizes, strict=True)))[0]
+
+
 MAPS = {
     "elementwise": lambda x, r, c: jnp.tanh(x) * r + c,
     "sums": lambda x, r, c: (jnp.sum(x * c, axis=1), jnp.mean(x, axis=1, keepdims=True), jnp.sum(x * r, axis=0)),
@@ -30,6 +46,10 @@ MAPS = {
     "rows": lambda x, r, c: x[1:] + jnp.cumsum(x, axis=0)[:-1] + x[::-1][1:] * r[1:],
     "transposed": lambda x, r, c: x.T @ (x * c),
     "of the axis of rows": lambda x, r, c: jnp.squeeze(r, 1)[:, None, None] * x.reshape(6, 4, 2),
+    "derivative of slices": lambda x, r, c: slices_gradient(jnp.tanh(x), jnp.sin(x) * r),
+    "derivative of heads": lambda x, r, c: slices_gradient(jnp.tanh(x), jnp.sin(x) * r, heads=2),
+    "zeros": lambda x, r, c: (jnp.zeros((6, 8)) + x, jnp.exp(jnp.zeros((6, 8))) * r, jnp.pad(x, ((0, 0), (0, 3))).T),
+    "pads of rows": lambda x, r, c: (jnp.pad(x, ((1, 0), (2, 0))), jnp.pad(x, ((0, 0), (1, 1)), constant_values=3.0)),
     "constants": lambda x, r, c: jnp.where(jnp.arange(6)[:, None] > jnp.arange(8)[None, :], x, jnp.zeros_like(x)),
 }
 
@@ -56,6 +76,24 @@ def test_of_columns_that_are_halves(name):
     jaxpr = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(MAPS[name](*arrays)))(x, r, c)
     found = in_pieces(jaxpr, [Unflattened(x.reshape(6, 2, 4), (6,), halves=True), r, c], bind)
     assert_close([flat(whole(y)) for y in found], jax.tree.leaves(MAPS[name](x, r, c)), 1e-6)
+
+
+@pytest.mark.parametrize("unflattened", [False, True])
+@pytest.mark.parametrize("heads, widths", [(0, [3, 1, 4]), (2, [4, 4])])
+def test_a_sum_of_slices_derivatives_is_a_concatenation(heads, widths, unflattened):
+    x, dy = (jax.random.normal(jax.random.key(i), (6, 8)) for i in (0, 1))
+    jaxpr = jax.make_jaxpr(lambda *arrays: [slices_gradient(*arrays, heads)])(x, dy)
+    inputs = [Unflattened(y.reshape(2, 3, 8), ROWS) if unflattened else y for y in (x, dy)]
+    names = []
+
+    def counted(primitive, arrays, params):
+        names.append(primitive.name)
+        return bind(primitive, arrays, params)
+
+    (found,) = in_pieces(jaxpr, inputs, counted)
+    assert isinstance(found, Pieces) and found.widths == widths and not any(found.zeros)
+    assert not {"add", "add_any", "pad", "concatenate"} & {*names}
+    assert_close(flat(whole(found)), slices_gradient(x, dy, heads), 1e-6)
 
 
 @pytest.mark.parametrize("spec", [P(None, "y", None), P("x", "y", None), P("x", None, None)], ids=str)

@@ -101,6 +101,40 @@ def test_a_lost_chain_raises():
             lower(jax.value_and_grad(lambda x: jnp.square(function(x))), A)
 
 
+def test_products_that_fuse_leaves_are_errors():
+    """Large ones; a context outside of which the function was traced before counts."""
+
+    def scores(x, w):
+        h = x @ w
+        return jnp.tanh(jnp.einsum("btd,bsd->bts", h, h))
+
+    def small(x, w):
+        return jnp.tanh(x @ w) + jnp.sum(jnp.einsum("bd,bd->b", x[:, 0], x[:, 1]))
+
+    x, w = jax.ShapeDtypeStruct((2, 64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
+    for function in (coda.fuse(scores), jax.value_and_grad(lambda x, w: jnp.sum(coda.fuse(scores)(x, w)))):
+        lower(function, x, w)
+        message = r"test_strict\.py:\d+: fuse\(scores\): it leaves 1 products to XLA, .*: both factors have batch axes"
+        with coda.strict(), pytest.raises(coda.FallbackError, match=message):
+            lower(function, x, w)
+    with coda.strict():
+        lower(coda.fuse(small), x, w)
+        jax.jit(coda.fuse(scores)).lower(x, w)
+
+
+def test_a_function_that_fuse_does_not_trace_is_an_error():
+    def grows(arrays):
+        arrays["y"] = arrays["x"] @ arrays["x"]
+        return arrays["y"]
+
+    def function(x):
+        return coda.fuse(grows)({"x": x})
+
+    lower(function, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+    with coda.strict(), pytest.raises(coda.FallbackError, match="it runs as it is, for it changes the structure of an"):
+        lower(function, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+
+
 def test_a_lost_chain_outside_jit(monkeypatch):
     """On arrays that lie on a GPU."""
     x = jnp.ones(3)

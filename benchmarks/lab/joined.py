@@ -4,7 +4,7 @@ Value and gradient of Llama blocks in plain JAX under `coda.fuse`, as `jax.grad(
 `benchmarks.fused_models`. The variants differ in the arrays that hold the weights, and in nothing else:
 
     separate      q, k, v, gate and up have an array each: seven products a layer forward, fourteen backward
-    gate_up       gate and up are one array (D, 2, F), as in flax_layers: six and twelve
+    gate_up       gate and up are one array (D, 2 F): six and twelve
     qkv           q, k and v are one array (D, (H + 2 Hkv) Dh): five and ten
     both          both are joined: four and eight
     both_copied   parameters and gradients as "separate", which the step joins, and takes apart, in front of the blocks
@@ -31,12 +31,11 @@ import jax
 import jax.numpy as jnp
 
 import coda_jax as coda
-from benchmarks import compare, fused_models, hlo, plain_llama, results, timing, unmodified
+from benchmarks import compare, fused_models, hlo, results, timing, unmodified
 from benchmarks.train_step import Measured, Step, compile_steps, run_interleaved, use_whole_gpu
-from benchmarks.unmodified import Apply, Params, Sizes
+from benchmarks.unmodified import Params, Sizes
 from benchmarks.variants import Variant
 from coda_jax.tools.tune import relative_medians
-from flax_layers import LlamaConfig
 
 
 class Layout(NamedTuple):
@@ -57,52 +56,18 @@ LAYOUTS = {
 PARTS = ("forward", "backward", "attention", "rest")
 
 
-def joined(w: Mapping[str, jax.Array], layout: Layout) -> Params:
-    """A layer's parameters, from those with an array for each weight."""
-    of = dict(w)
-    if layout.gate_up:
-        of["gate_up"] = jnp.stack([of.pop(name) for name in ("gate", "up")], axis=1)
-    if layout.qkv:
-        of["qkv"] = jnp.concatenate([of.pop(name) for name in "qkv"], axis=1)
-    return of
-
-
-def parted(w: Mapping[str, jax.Array], sizes: Sizes) -> Params:
-    """Undoes `joined`."""
-    of, narrow = dict(w), sizes.width // sizes.heads * sizes.kv_heads
-    if "gate_up" in of:
-        of["gate"], of["up"] = jnp.moveaxis(of.pop("gate_up"), 1, 0)
-    if "qkv" in of:
-        of["q"], of["k"], of["v"] = jnp.split(of.pop("qkv"), [sizes.width, sizes.width + narrow], axis=1)
-    return of
-
-
-def blocks(sizes: Sizes) -> Apply:
-    """Llama blocks in plain JAX, of layers' parameters in any layout and of x (B, T, D)."""
-    config = LlamaConfig(sizes.vocabulary, sizes.width, sizes.hidden, sizes.layers, sizes.heads, sizes.kv_heads)
-
-    def apply(layers: Sequence[Params], x: jax.Array) -> jax.Array:
-        cos, sin = plain_llama.angles(jnp.arange(sizes.length), config)
-        for w in layers:
-            x = plain_llama.attention(x, w, cos, sin, config)  # of "qkv", or of "q", "k" and "v"
-            h = plain_llama.rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
-            if "gate_up" in w:
-                gate, up = jnp.split(h @ w["gate_up"].reshape(sizes.width, -1), 2, axis=-1)
-            else:
-                gate, up = h @ w["gate"], h @ w["up"]
-            x = x + (jax.nn.silu(gate) * up) @ w["down"]
-        return x
-
-    return apply
+def join_weights(w: Params, layout: Layout) -> Params:
+    """A layer's parameters in a layout, from those with an array for each weight."""
+    return unmodified.join_weights(w, qkv=layout.qkv, gate_up=layout.gate_up)
 
 
 def functions(sizes: Sizes) -> dict[str, Callable[..., Any]]:
     """Value and gradient: of plain JAX, and of each layout."""
-    loss = fused_models.loss_of(blocks(sizes))
+    loss = fused_models.loss_of(unmodified.llama(sizes, jnp.bfloat16).apply)
     fused = coda.fuse(loss)
 
     def copied(layers: Sequence[Params], x: jax.Array) -> Any:
-        return fused([joined(w, LAYOUTS["both_copied"]) for w in layers], x)
+        return fused([join_weights(w, LAYOUTS["both_copied"]) for w in layers], x)
 
     each = {name: copied if layout.is_copied else fused for name, layout in LAYOUTS.items()}
     return {name: jax.value_and_grad(f, (0, 1)) for name, f in ({"plain": loss} | each).items()}
@@ -111,7 +76,7 @@ def functions(sizes: Sizes) -> dict[str, Callable[..., Any]]:
 def arguments_of(name: str, layers: Sequence[Params], x: jax.Array) -> tuple[Any, ...]:
     """The arguments of a variant, from those of plain JAX."""
     layout = LAYOUTS.get(name, Layout())
-    return (list(layers) if layout.is_copied else [joined(w, layout) for w in layers]), x
+    return (list(layers) if layout.is_copied else [join_weights(w, layout) for w in layers]), x
 
 
 def steps(sizes: Sizes, arguments: tuple[Any, ...]) -> Iterator[Step]:
@@ -129,7 +94,7 @@ def check(measured: Sequence[Measured], sizes: Sizes, dtype: str) -> None:
     expected: Any = None
     for one in measured:
         loss, (layers, dx) = jax.block_until_ready(one.call())
-        gradient = [parted(w, sizes) for w in layers], dx
+        gradient = [unmodified.split_weights(w, sizes) for w in layers], dx
         one.loss, expected = float(loss), (float(loss), gradient) if expected is None else expected
         one.distance = compare.distance(gradient, expected[1])
         limits = fused_models.LOSS_RTOL[dtype], fused_models.GRADIENT_RTOL[dtype]

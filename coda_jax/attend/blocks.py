@@ -180,7 +180,7 @@ def score_cotangents(*arrays: jax.Array, spec: AttentionSpec, on_cpu: bool) -> l
     def by_heads(problem: _Problem) -> list[jax.Array]:
         return [problem.operands[number] for number in spec.score_gradients]
 
-    tables = [spec.score.table_of.get(number) for number in spec.score_gradients]
+    tables = spec.gradient_tables
 
     def terms(at: _Block, again: _Again) -> list[jax.Array]:
         ds = again(at)[1]

@@ -23,7 +23,7 @@ from coda_jax.epilogue.halves import Width
 from coda_jax.epilogue.program import Reduction
 
 _MOST_ARRAYS = 16  # operands, stores and reductions of a program, which are parameters of the kernel
-_OPERANDS = frozenset({"scalar", "column_vector", "rope_table", "tile"})
+_OPERANDS = frozenset({"scalar", "column_vector", "rope_table", "head_vector", "tile"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +167,11 @@ def _of_operands(program: Program) -> str | None:
 
 def _of_columns(program: Program, width: Any) -> str | None:
     halves = program.halves
-    if program.columns or program.head_levels or {"row", "column"} & {node.op for node in program.nodes}:
-        return "it takes columns apart, reduces heads, or reads the position of an element"
+    if program.columns or {"row", "column"} & {node.op for node in program.nodes}:
+        return "it takes columns apart, or reads the position of an element"
     is_of_head = halves.head == width and not halves.interleaved and halves.acc_halves == halves.count
     if halves.count > 1 and not (is_of_head and width % 64 == 0):
-        return "it combines columns of other heads than of 64 or 128, or adjacent ones"
+        return "it combines or reduces columns of other heads than of 64 or 128, or adjacent ones"
     return None
 
 

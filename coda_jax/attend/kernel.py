@@ -25,7 +25,9 @@ from coda_jax.attend.gradients import Gradients, with_gradients
 from coda_jax.attend.joined import Joined, can_be_made
 from coda_jax.attend.results import Results
 from coda_jax.attend.score import Score
+from coda_jax.attend.score.distances import STEP, at_first_distances, entries_of_distances
 from coda_jax.attend.score.hiding import band, tiles_hidden
+from coda_jax.attend.score.program import Table
 from coda_jax.attend.score.text import emit
 from coda_jax.attend.spec import AttentionConfig, AttentionSpec, MaskArrays
 from coda_jax.epilogue import emit as emit_epilogue
@@ -98,8 +100,13 @@ class BackwardTiles:
         dim, keys, queries = (64, 128, 128) if widest <= 64 else (128, 128, 64) if widest <= 128 else (256, 64, 64)
         return cls(head, value_head, dim, keys, queries)
 
-    def shared_bytes(self, vectors: int) -> int:
-        """Bytes that `Backward` of attention_backward_sm90.cuh takes, which checks it."""
+    def shared_bytes(self, vectors: int, has_tables: bool = False) -> int:
+        """Bytes that `Backward` of attention_backward_sm90.cuh takes, which checks it.
+
+        Args:
+          vectors: that it loads with a tile of queries.
+          has_tables: whether it makes gradients of tables.
+        """
         chunks = self.dim // 64
         value_chunks = 2 if self.dim == 256 and self.value_head <= 128 else chunks
         tiles = 128 * (self.keys + self.stages * self.queries) * (chunks + value_chunks)
@@ -107,20 +114,40 @@ class BackwardTiles:
         turns = 4 * (16 + 8 + 8)
         barriers = 16 * self.stages + turns + 16 + 8 * self.stages + 4 * self.stages
         marks = self.stages * self.queries // 8 + 32
-        return tiles + ds + self.stages * vectors * vector + barriers + marks + 1024
+        diagonals = has_tables * self.summing_warps * 2 * (self.queries // 8 + 1) * 33 * 4
+        return tiles + ds + self.stages * vectors * vector + barriers + marks + diagonals + 1024
 
-    def sums_shape(self, array: Sequence[Any], pairs: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape of the sums of which the gradient of a score's array is made: `ScoreSums` of attention_scores.cuh.
+    @property
+    def summing_warps(self) -> int:
+        """Warps that have keys of their own."""
+        return 4 if self.dim == 256 else 8
+
+    @property
+    def diagonals(self) -> int:
+        """Distances of a warp's keys from the queries of a tile."""
+        return self.queries + 15
+
+    def sums_shape(self, array: Sequence[Any], pairs: Sequence[Any], table: Table | None = None) -> tuple[Any, ...]:
+        """The shape of the sums of which the gradient of a score's array is made: by `ScoreSums`, or `DiagonalSums`.
+
+        Both are in attention_scores.cuh.
 
         Args:
           array: its shape.
           pairs: (batch, heads, queries, keys).
+          table: of an array by distance.
         """
         batch, heads, queries, keys = pairs
-        warps = 4 if self.dim == 256 else 8
+        warps, of_warps = self.summing_warps, -(-keys // self.keys) * self.summing_warps
+        if table is not None:
+            return batch, heads, of_warps, table.entries
         if not same_size(array[2], 1):
             return batch, heads, warps, queries
-        return batch, heads, (-(-keys // self.keys) * warps if same_size(array[3], 1) else keys)
+        return batch, heads, (of_warps if same_size(array[3], 1) else keys)
+
+    def entries(self, score: Score, table: Table, size: int) -> jax.Array:
+        """The entries that the distances of a table's array of this size read, as `Backward` takes them."""
+        return entries_of_distances(score, table, size // 2, STEP - 1 + self.diagonals)
 
 
 def _value_chunks(width: int) -> int:
@@ -139,7 +166,8 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
         return f"heads have widths {widths}; the kernels take multiples of 8 up to 256"
     if bias is not None and bias.dtype.name not in FLOATS:
         return f"its bias is {bias.dtype}; the kernels take {', '.join(FLOATS)}"
-    needed, arch = _most_shared_bytes(widths, q.shape[1]), current()
+    has_tables = spec.score is not None and bool(spec.score.tables)
+    needed, arch = _most_shared_bytes(widths, q.shape[1], has_tables), current()
     if needed > arch.shared_bytes:
         return f"heads have widths {widths}, whose tiles need {needed} bytes of shared memory, of {arch.shared_bytes}"
     for x in spec.score_arrays(avals):
@@ -151,10 +179,10 @@ def unsupported_reason(avals: Sequence[Any], spec: AttentionSpec) -> str | None:
     return None
 
 
-def _most_shared_bytes(widths: tuple[int, int], queries: Any) -> int:
+def _most_shared_bytes(widths: tuple[int, int], queries: Any, has_tables: bool) -> int:
     """The bytes of the larger one of both passes' kernels, with all that a mask may have."""
     of_forward = ForwardTiles.of(*widths, queries).shared_bytes(has_arrays=True, has_ids=True)
-    return max(of_forward, BackwardTiles.of(*widths).shared_bytes(vectors=2 + 4 + 1 + 1))
+    return max(of_forward, BackwardTiles.of(*widths).shared_bytes(vectors=2 + 4 + 1 + 1, has_tables=has_tables))
 
 
 def forward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> list[jax.Array]:
@@ -293,6 +321,9 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     bits = [operands.add(x) for x in dropout.bits(mask.arrays.row_bits, keys, _ROWS)]
     order = [operands.add(found.needed_keys), operands.add(found.positions)]
     of_score = list(map(operands.add, spec.score_arrays(arrays)))
+    each = list(zip(spec.gradient_tables, spec.gradient_arrays(arrays), strict=True))
+    entries = [_entries(table, x, spec, tiles) for table, x in each]
+    of_entries = [operands.add(x) for x in entries if x is not None]
     joined = None if made is None else _JoinedLaunch.of(made, operands, given)
     count = len(operands.arrays)
     if joined is None:
@@ -304,13 +335,13 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         *own,
         jax.ShapeDtypeStruct((batch, heads, query_tiles), jnp.int32),
         *(
-            jax.ShapeDtypeStruct(tiles.sums_shape(x.shape, (batch, heads, queries, keys)), jnp.float32)
-            for x in spec.gradient_arrays(arrays)
+            jax.ShapeDtypeStruct(tiles.sums_shape(x.shape, (batch, heads, queries, keys), table), jnp.float32)
+            for table, x in each
         ),
     ]
     turns_at = count + 1 + len(own)
     of_gradients = range(turns_at + 1, count + len(types))
-    shared_bytes = tiles.shared_bytes(mask.vectors)
+    shared_bytes = tiles.shared_bytes(mask.vectors, has_tables=bool(of_entries))
     source = _source(
         "backward",
         "coda::attention::BackwardParams<Config>",
@@ -329,7 +360,8 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
         grid=[1, 1, tiles.keys, 1, 2, 1, 1, 0, 1, *([count + 1, 0, 1] if splits > 1 else [])],
         maps=[0, 64, tiles.queries, 1, 64, tiles.keys, 2, 64, tiles.keys, 3, 64, tiles.queries],
         pointers=[
-            *(*statistics, *pointers, *bits, *order, count, *gradients, turns_at, *of_score, *of_gradients),
+            *(*statistics, *pointers, *bits, *order, count, *gradients, turns_at),
+            *(*of_score, *of_gradients, *of_entries),
             *([] if joined is None else joined.pointers(count + 1)),
         ],
         sizes=[*_SIZES, *_broadcast_sizes(pointers)],
@@ -339,7 +371,7 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     sums, *rest = _launched(operands.arrays, types, call)
     own_results, (turns, *of_pairs) = rest[: len(own)], rest[len(own) :]
     of_turns, of_sinks = turns if config.deterministic else None, [delta[:, :, :queries]] if spec.mask.has_sinks else []
-    others = [*of_sinks, *map(gradient_of_sums, of_pairs, spec.gradient_arrays(arrays))]
+    others = [*of_sinks, *map(gradient_of_sums, of_pairs, spec.gradient_arrays(arrays), entries)]
     if joined is not None:
         of_dq = _in_joined(sums, of_turns, q, v, spec.scale, members, joined, own_results)
         return [*joined.finished(own_results, of_dq), *others]
@@ -350,17 +382,29 @@ def backward(*arrays: jax.Array, spec: AttentionSpec, yields: bool = False) -> l
     return [dq, dk, dv, *others]
 
 
-def gradient_of_sums(sums: jax.Array, like: jax.Array) -> jax.Array:
-    """The gradient of a score's array from the kernel's sums for each sequence and head, in one order."""
+def _entries(table: Table | None, array: jax.Array, spec: AttentionSpec, tiles: BackwardTiles) -> jax.Array | None:
+    """The entries of the distances of a table's array; None of another array."""
+    return None if table is None or spec.score is None else tiles.entries(spec.score, table, array.shape[3])
+
+
+def gradient_of_sums(sums: jax.Array, like: jax.Array, entries: jax.Array | None = None) -> jax.Array:
+    """The gradient of a score's array from the kernel's sums for each sequence and head, in one order.
+
+    Args:
+      entries: of a table, as `BackwardTiles.entries` has them: the gradient is by distance, at each entry's first.
+    """
     _, _, queries, keys = like.shape
-    if not same_size(queries, 1):
+    if entries is not None:
+        sums = jnp.sum(sums, axis=2)[:, :, None]
+    elif not same_size(queries, 1):
         sums = jnp.sum(sums, axis=2)[..., None]
     elif same_size(keys, 1):
         sums = jnp.sum(sums, axis=2)[..., None, None]
     else:
         sums = sums[:, :, None]
     shared = tuple(axis for axis in (0, 1) if same_size(like.shape[axis], 1))
-    return jnp.sum(sums, axis=shared, keepdims=True).astype(like.dtype)
+    summed = jnp.sum(sums, axis=shared, keepdims=True).astype(like.dtype)
+    return summed if entries is None else at_first_distances(summed, entries[: like.shape[3]])
 
 
 def _statistics(y: jax.Array, dy: jax.Array, lse: jax.Array, dlse: jax.Array) -> list[jax.Array]:

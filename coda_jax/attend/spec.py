@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from coda_jax.attend.gradients import Gradients
 from coda_jax.attend.results import Results
-from coda_jax.attend.score.program import Score
+from coda_jax.attend.score.program import Score, Table
 from coda_jax.epilogue.call_site import CallSite
 
 _NOWHERE = CallSite("", 0)
@@ -160,6 +160,11 @@ class AttentionSpec:
         """The score's of a primitive's arrays of which the backward pass gives the gradients."""
         of_score = self.score_arrays(arrays)
         return [of_score[number] for number in self.score_gradients]
+
+    @property
+    def gradient_tables(self) -> list[Table | None]:
+        """The tables of the arrays of which the backward pass gives the gradients; None of another array."""
+        return [] if self.score is None else [self.score.table_of.get(number) for number in self.score_gradients]
 
     def __str__(self) -> str:  # in a printed jaxpr
         hidden = ("site", *(name for name in ("results", "gradients", "score_gradients") if not getattr(self, name)))

@@ -10,7 +10,7 @@ import numpy as np
 from coda_jax.epilogue import elementwise
 from coda_jax.epilogue.analysis import Analysis
 from coda_jax.epilogue.flatten import Atom, Equation, Literal
-from coda_jax.epilogue.program import Axis, Finish, Program, Reduction
+from coda_jax.epilogue.program import Axis, Finish, Reduction
 from coda_jax.epilogue.values import ROW, same_shape, same_size
 
 
@@ -50,7 +50,8 @@ def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Fini
     finished = tuple((output, read(atom)) for output, atom in outputs)
     lines += [f"output {output} = {_atom_text(atom)}" for output, atom in finished]
     row_axes = tuple(tuple(sorted(rows.get(atom, ()))) for _, atom in outputs)
-    finish = Finish(tuple(inputs), tuple(equations), finished, row_axes, "\n".join(lines))
+    mixes = _mixes_rows(kept[::-1], rows, outputs)
+    finish = Finish(tuple(inputs), tuple(equations), finished, row_axes, mixes, "\n".join(lines))
     return finish, [analysis.reductions[index] for index in reductions]
 
 
@@ -58,22 +59,30 @@ def finishing(analysis: Analysis, outputs: list[tuple[int, Atom]]) -> tuple[Fini
 _BY_ROW = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "select_n", "squeeze", "transpose"})
 
 
-def mixes_rows(program: Program) -> bool:
-    """True if an equation over values with rows, finished reductions among them, may combine several rows."""
-    finish = program.finishing
+def _mixes_rows(
+    equations: Sequence[Equation], rows: Mapping[Atom, frozenset[int]], outputs: Sequence[tuple[int, Atom]]
+) -> bool:
+    """True if an equation over values with rows, finished reductions among them, may combine several rows.
 
-    def has_rows(source: str, index: int) -> bool:
-        is_reduction = source == "reduction"
-        return program.reductions[index].axis is Axis.ROW if is_reduction else program.operands[index].kind.has_rows
-
-    row_variables = {variable for variable, source, index in finish.inputs if has_rows(source, index)}
-    for equation in finish.equations:
-        if row_variables.intersection(atom for atom in equation.inputs if isinstance(atom, int)):
-            if equation.name not in _BY_ROW and equation.name not in elementwise.OPERATIONS:
+    Args:
+      equations: in order.
+      rows: the axes of their variables, and of what they read, that are rows.
+      outputs: as of `finishing`.
+    """
+    behind = {atom for atom, axes in rows.items() if axes}  # what is made of rows
+    for equation in equations:
+        if behind.intersection(atom for atom in equation.inputs if isinstance(atom, int)):
+            is_by_row = equation.name in _BY_ROW or equation.name in elementwise.OPERATIONS
+            if not is_by_row and not _reduces_others(equation, rows):
                 return True
-            row_variables.update(equation.outputs)
-    outputs = zip(finish.outputs, finish.row_axes, strict=True)
-    return any(isinstance(atom, int) and atom in row_variables and not axes for (_, atom), axes in outputs)
+            behind.update(equation.outputs)
+    return any(atom in behind and not rows[atom] for _, atom in outputs)
+
+
+def _reduces_others(equation: Equation, rows: Mapping[Atom, frozenset[int]]) -> bool:
+    """True for a reduction over axes beside that of the rows."""
+    axes = rows.get(equation.inputs[0], frozenset())
+    return equation.name.startswith("reduce_") and bool(axes) and axes.isdisjoint(equation.params.get("axes", axes))
 
 
 def _row_axes_of_source(analysis: Analysis, variable: int, source: str, index: int) -> frozenset[int]:

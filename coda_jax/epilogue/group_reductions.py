@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.epilogue.finishing import mixes_rows
 from coda_jax.epilogue.flatten import Atom, Equation, Flat, Literal
 from coda_jax.epilogue.groups import RowGroups
 from coda_jax.epilogue.program import Axis, Program, ReductionOp
@@ -50,7 +49,7 @@ class GroupReduction(NamedTuple):
 
 def reduces_rows(program: Program) -> bool:
     """True if an output depends on several rows."""
-    return any(reduction.axis is not Axis.ROW for reduction in program.reductions) or mixes_rows(program)
+    return any(reduction.axis is not Axis.ROW for reduction in program.reductions) or program.finishing.mixes_rows
 
 
 def group_reductions(epilogue: Epilogue) -> dict[int, GroupReduction]:

@@ -130,6 +130,7 @@ class Finish:
       equations: over numbered variables.
       outputs: (output number, variable or literal).
       row_axes: for each of `outputs` the axes that the M rows index.
+      mixes_rows: whether an equation of values with rows may combine several.
       text: canonical.
     """
 
@@ -137,6 +138,7 @@ class Finish:
     equations: tuple[Equation, ...] = ()
     outputs: tuple[tuple[int, int | Literal], ...] = ()
     row_axes: tuple[tuple[int, ...], ...] = ()
+    mixes_rows: bool = False
     text: str = ""
 
 

@@ -1,4 +1,7 @@
-"""Reductions of the tile: the kernel's reductions, and the equations that finish their results."""
+"""Reductions of the tile: the kernel's reductions, and the equations that finish their results.
+
+The kernel reduces along columns for all columns; XLA reduces over the heads, of rows and heads both.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +60,8 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
         kept = tuple(tag for axis, tag in enumerate(value.tags) if axis not in axes)
         return [Local(kept, (analysis.convert(within, np.dtype(aval.dtype).name),), True, value.slice)]
     in_heads = {HEAD, CHANNEL, HALF_CHANNEL}.intersection(value.tags)
-    if value.slice is not None or (in_heads and not in_heads == {HEAD, CHANNEL} <= set(reduced)):
+    is_of_heads = in_heads == {HEAD, CHANNEL} <= set(reduced) or _keeps_columns_of_heads(analysis, in_heads, reduced)
+    if value.slice is not None or (in_heads and not is_of_heads):
         raise NotElementwise("is a reduction of a slice of the columns; reduce whole rows, whole columns or each head")
     if any(
         tag is None and axis not in axes and not same_size(aval.shape[axis], 1) for axis, tag in enumerate(value.tags)
@@ -65,7 +69,7 @@ def reduce(analysis: Analysis, equation: Equation, inputs: list[Local]) -> list[
         raise NotElementwise("is a reduction of repeated rows or columns")
     _check_dtype(analysis, value, aval)
     index = _number(analysis, _reduction(analysis, REDUCTIONS[equation.name], value, reduced))
-    _complete(analysis, equation, index, ROW in reduced)
+    _complete(analysis, equation, index, over_rows=ROW in reduced, over_heads=HEAD in reduced)
     return [Finished(f"the reduction {equation.where()}", from_reduction=True)]
 
 
@@ -86,6 +90,12 @@ def _within_heads(analysis: Analysis, op: ReductionOp, value: Local, aval: Any, 
     exponentials = tuple(analysis.node("exp", (node,), "float32") for node in shifted)
     total = analysis.node("head_sum", exponentials, "float32")
     return analysis.node("add", (shift, analysis.node("log", (total,), "float32")), "float32")
+
+
+def _keeps_columns_of_heads(analysis: Analysis, in_heads: set[str], reduced: list[Tag]) -> bool:
+    """Whether a reduction over rows has a value for each column of a head, of each head or over all heads."""
+    is_of_all = in_heads == {HEAD, CHANNEL} or (in_heads == {CHANNEL} and same_size(analysis.n, analysis.head))
+    return is_of_all and ROW in reduced and CHANNEL not in reduced
 
 
 def _reduction(analysis: Analysis, op: ReductionOp, value: Local, reduced: list[Tag]) -> Reduction:
@@ -125,8 +135,8 @@ def _is_count(analysis: Analysis, number: int) -> bool:
     return node.op == "select_n" and all(_is_count(analysis, case) for case in node.inputs[1:])
 
 
-def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: bool) -> None:
-    """Defines the equation's output from the kernel's: also reduced over rows where both axes are, and converted."""
+def _complete(analysis: Analysis, equation: Equation, index: int, *, over_rows: bool, over_heads: bool) -> None:
+    """Defines the equation's output from the kernel's: also reduced over rows, or heads, and converted."""
     reduction = analysis.reductions[index]
     columns = analysis.n if reduction.width is Width.FULL else analysis.half
     shape = {Axis.ROW: (analysis.m,), Axis.COLUMN: (columns,), Axis.ALL: ()}[reduction.axis]
@@ -138,6 +148,8 @@ def _complete(analysis: Analysis, equation: Equation, index: int, over_rows: boo
             x = x.astype(jnp.int32)
         if both:
             x = reduction.op.reduce(x, axis=0)
+        if over_heads and reduction.axis is Axis.COLUMN:
+            x = reduction.op.reduce(x.reshape(-1, analysis.head), axis=0)
         x = x if same_shape(x.shape, out.shape) else x.reshape(out.shape)
         return x.astype(out.dtype)
 

@@ -2,3 +2,4 @@
 
 from coda_jax.fusion.fuse import Fused as Fused
 from coda_jax.fusion.fuse import fuse as fuse
+from coda_jax.fusion.marks import opaque as opaque

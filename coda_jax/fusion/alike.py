@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from coda_jax.attend.primitive import FORMS
+from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
+from coda_jax.jaxprs.def_use import variables
+from coda_jax.jaxprs.walk import inner_jaxprs
 
 
 def structure(
@@ -55,6 +59,30 @@ def structure(
 def own_params(equation: Equation) -> Hashable:
     """The parameters of an equation, in order."""
     return tuple(sorted(equation.params.items(), key=operator.itemgetter(0)))
+
+
+def call_params(equation: Equation) -> Hashable:
+    """The parameters of an equation; None for one that holds functions, but for `coda.attention` and its derivative.
+
+    The rules of these two are functions of their primitives' parameters.
+    """
+    bodies = inner_jaxprs(equation)
+    if not bodies:
+        return own_params(equation)
+    equations = bodies[0].eqns
+    if not is_attention(equation) or equations[0].params["spec"] != equations[0].params["spec"].plain:
+        return None
+    numbers = {x: i for i, x in enumerate((*bodies[0].invars, *equations[0].outvars))}
+    places = tuple(numbers.get(x) for x in variables((*equations[0].invars, *bodies[0].outvars)))
+    return equations[0].primitive, own_params(equations[0]), places
+
+
+def is_attention(equation: Equation) -> bool:
+    """True for a call of `coda.attention`, or of its derivative."""
+    if equation.primitive.name not in CUSTOM_VJPS:
+        return False
+    equations = inner_jaxprs(equation)[0].eqns
+    return len(equations) == 1 and equations[0].primitive in FORMS
 
 
 def _literal(x: Any) -> Hashable:

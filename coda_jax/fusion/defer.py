@@ -76,17 +76,21 @@ def saves_bytes(products: Mapping[int, Dot], units: Units) -> bool:
     rows, width = next(iter(products.values())).matrix_a
     by_calls = sum(dot.columns for i, dot in products.items() if units.is_read_outside(units.rows.results[i]))
     saved = (3 * 2 * width - 2 * by_calls) * units.dtype.itemsize * rows
-    weights = {units.uncast(dot.b): dot.columns for dot in products.values()}
-    moved = sum(width * columns * _bytes_of_scaling(w.aval.dtype, units.dtype) for w, columns in weights.items())
+    weights = {units.uncast(dot.b): (dot.columns, units.jaxpr.eqns[i].params) for i, dot in products.items()}
+    each = ((columns, w.aval.dtype, "rounding" in params) for w, (columns, params) in weights.items())
+    moved = sum(width * columns * _bytes_of_scaling(own, units.dtype, flag) for columns, own, flag in each)
     try:
         return bool(saved >= moved)
     except jax.errors.InconclusiveDimensionOperation:  # of symbolic sizes
         return True
 
 
-def _bytes_of_scaling(own: np.dtype[Any], dtype: np.dtype[Any]) -> int:
-    """The bytes that scaling an element of a weight moves: forward, backward, and for the gradient of the scale."""
-    passes = 2 * (own.itemsize + dtype.itemsize) if own == dtype else 0
+def _bytes_of_scaling(own: np.dtype[Any], dtype: np.dtype[Any], is_rounded: bool) -> int:
+    """The bytes that scaling an element of a weight moves: forward, backward, and for the gradient of the scale.
+
+    A weight that is cast or rounded to 8 bits is written in any case.
+    """
+    passes = 2 * (own.itemsize + dtype.itemsize) if own == dtype and not is_rounded else 0
     return passes + own.itemsize
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.fusion.alike import own_params
+from coda_jax.fusion.custom import CUSTOM_VJPS
+from coda_jax.fusion.dots import PRODUCTS
 from coda_jax.graph.calls import is_key
 from coda_jax.graph.function import Graph
 from coda_jax.graph.on_mesh import typed
@@ -63,7 +65,7 @@ def kept_by_jax(closed: core.ClosedJaxpr, arrays: Sequence[Any], policy: Callabl
 
 
 # Their results have tangents, and not JAX's symbol of zeros, wherever an argument has one.
-_SMOOTH = frozenset(
+_SMOOTH = PRODUCTS | frozenset(
     {
         *(
             "add",
@@ -72,7 +74,6 @@ _SMOOTH = frozenset(
             "neg",
             "mul",
             "div",
-            "dot_general",
             "max",
             "min",
             "select_n",
@@ -89,21 +90,24 @@ _SMOOTH = frozenset(
 def surely_kept_by_jax(jaxpr: core.Jaxpr) -> Any:
     """Bytes that jax.vjp of a straight jaxpr keeps at least; equations that are alike are differentiated once.
 
-    It counts what equations of `_SMOOTH` keep, between arguments and results that they alone connect.
+    It counts what equations of `_SMOOTH` keep, between arguments and results that these and `jax.custom_vjp`s connect.
     """
     every: Sequence[Any] = jaxpr.eqns
-    varied: set[Any] = {x for x in jaxpr.invars if _has_tangent(x)}
-    smooth = []
+    varied: set[Any] = {x for x in jaxpr.invars if has_tangent(x)}
+    linear = []  # in JAX's derivative, and so are all that they read
     for equation in every:
-        flags = tuple(_has_tangent(x) and x in varied for x in equation.invars)
-        if equation.primitive.name in _SMOOTH and any(flags) and all(map(_has_tangent, equation.outvars)):
+        flags = tuple(has_tangent(x) and x in varied for x in equation.invars)
+        is_rule = equation.primitive.name in CUSTOM_VJPS
+        if (is_rule or equation.primitive.name in _SMOOTH) and any(flags) and all(map(has_tangent, equation.outvars)):
             varied.update(equation.outvars)
-            smooth.append((equation, flags))
+            linear.append((equation, flags, is_rule))
     read, arguments = set(variables(jaxpr.outvars)), set(jaxpr.invars)
     arrays, own = set[Any](), 0
-    for equation, flags in reversed(smooth):
+    for equation, flags, is_rule in reversed(linear):
         if not read.isdisjoint(equation.outvars):
             read.update(itertools.compress(equation.invars, flags))
+            if is_rule:  # which keeps what its author asks for
+                continue
             types = tuple(typed(x.aval) for x in equation.invars)
             try:
                 kept, more = _kept_by_equation(equation.primitive, own_params(equation), types, flags)
@@ -137,7 +141,7 @@ def _kept_by_equation(
     return tuple(known[x] for x in found if x in known), own
 
 
-def _has_tangent(x: Any) -> bool:
+def has_tangent(x: Any) -> bool:
     """True for a variable of floats."""
     return not isinstance(x, core.Literal) and not is_key(x.aval) and is_float(x.aval.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -16,9 +17,9 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOAT32, has_narrow_range
 from coda_jax.epilogue.values import same_shape, same_size
-from coda_jax.fusion.alike import own_params, structure
+from coda_jax.fusion.alike import call_params, is_attention, own_params, structure
 from coda_jax.fusion.defer import Deferred, deferred, saves_bytes
-from coda_jax.fusion.dots import Dot, Equation, dots_in
+from coda_jax.fusion.dots import PRODUCTS, Dot, Equation, products_in
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
@@ -26,6 +27,7 @@ from coda_jax.fusion.rows import MARKS
 from coda_jax.fusion.straight import CHECKPOINTS
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.fusion.words import words_of_call, words_of_map
+from coda_jax.graph import rounded
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
 from coda_jax.graph.constraint import CONSTRAINTS, constraint_of
@@ -34,10 +36,12 @@ from coda_jax.graph.kept import Answers
 from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
-from coda_jax.graph.values import Leaf, Product, Value, is_seen, make_map
+from coda_jax.graph.rounded import Recipe, Rounding
+from coda_jax.graph.values import Leaf, Product, Value, is_seen, make_map, transposed
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.graph import LOOPS
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
+from coda_jax.operators.rounded_dot import RoundedFactors
 from coda_jax.primitives.mesh_types import explicit_sharding, vary
 
 
@@ -48,12 +52,14 @@ class Lifted:
     Attributes:
       graph: of the arguments that it reads.
       sources: for each of the graph's leaves the number of the argument that it is of.
-      products: for each dot_general the product that it became, or why it became none.
+      products: for each equation of `PRODUCTS` the product that it became, or why it became none.
+      streams: the leaves with rows and columns both, as the products have them.
     """
 
     graph: Graph
     sources: Sequence[int]
     products: Sequence[tuple[Equation, Product | str]]
+    streams: frozenset[Leaf]
 
 
 class Lift:
@@ -66,6 +72,7 @@ class Lift:
       is_exact: whether values are rounded where the jaxpr rounds them, and no norm is deferred.
       defers: whether norms are deferred through products; None: each where that saves bytes.
       remats: the policies of the checkpoints that hold it, the innermost first.
+      fixed: which arguments have no derivative; default none.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Lift:
         is_exact: bool,
         defers: bool | None,
         remats: Sequence[Remat] = (),
+        fixed: Sequence[bool] = (),
     ):
         self.jaxpr, self.nested, self.is_exact, self._bodies = jaxpr, nested, is_exact, bodies
         self._kept = {remat: remat.kept(jaxpr) for remat in remats}  # the variables that policies keep
@@ -90,6 +98,7 @@ class Lift:
         self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
         self.products: dict[int, Product] = {}
         self.arguments = {x: i for i, x in enumerate(jaxpr.invars)}
+        self._fixed = set(itertools.compress(jaxpr.invars, fixed))
         types: list[Any] = [x.aval for x in jaxpr.invars]
         self._axes = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
         self._deferred: dict[Any, Deferred | None] = {}
@@ -97,6 +106,7 @@ class Lift:
         self._floats: dict[Value, Value] = {}  # of masks
         self._transposed: dict[Any, Value] = {}
         self._scaled_weights: dict[Any, Value] = {}
+        self._scales: dict[Any, Value | None] = {}  # of factors that several products with histories read
         self._answers: dict[Value, dict[Remat, Any]] = defaultdict(dict)  # of the policies
         self._call_answers: dict[Call, dict[Remat, Any]] = {}
         self._cheap_calls: set[Call] = set()
@@ -106,10 +116,27 @@ class Lift:
     def run(self) -> list[Value]:
         """The values of the results."""
         for unit in self.units.in_order():
-            {"product": self._product, "map": self._map, "call": self._call}[unit.kind](unit)
+            make = {"product": self._product, "map": self._map, "maximum": self._maximum, "call": self._call}
+            make[unit.kind](unit)
+        self._recover_products()
         outputs = [self.value(x) for x in self.jaxpr.outvars]
         self._mark()
         return outputs
+
+    def _recover_products(self) -> None:
+        """Derivatives read products of q, k and v as their parts, if heads of these have norms.
+
+        q and k are in memory then as they are before their norms, and v as attention reads it; else all would be, and v
+        twice. What a policy keeps is read as it is kept.
+        """
+        for i in () if self.is_exact else self.products:
+            x = self.rows.results[i]
+            parts = self.units.parts_with_norms(x)
+            if parts and not any(x in kept for kept in self._kept.values()):
+                missing = (y for y in parts if y not in self.values)
+                made = {y: self._make_map(*self.units.inlined(y), y) for y in missing}
+                values = [self.values[y] if y in self.values else made[y] for y in parts]
+                self.values[x].recovered = self._shared("parts", _concatenated, *values, derived="parts")
 
     def _mark(self) -> None:
         """Gives names and constraints to the values that are these arrays, and then constraints to others.
@@ -168,6 +195,12 @@ class Lift:
             is_part=any(remat.is_part for remat in self._kept),
         )
 
+    def streams(self) -> frozenset[Leaf]:
+        """The leaves with rows and columns both, as many rows as the products."""
+        rows = math.prod(self.block_rows)
+        leaves = (leaf for (x, _), leaf in self.leaves.items() if self.units.is_tile(x))
+        return frozenset(leaf for leaf in leaves if same_size(leaf.shape[0], rows))
+
     def value(self, x: Any) -> Value:
         """The value of a variable, in its own shape."""
         if isinstance(x, core.Literal):
@@ -202,8 +235,25 @@ class Lift:
             has_rows = self._begins_with_block_rows(x) and shape[0] == math.prod(self.block_rows)
             dtype = np.dtype("uint32") if is_key(x.aval) else x.aval.dtype
             has_one_row = bool(self.rows.of(x)) and shape[:1] == (1,)
-            self.leaves[x, shape] = Leaf(shape, dtype, has_rows=has_rows, has_one_row=has_one_row)
+            self.leaves[x, shape] = Leaf(
+                shape,
+                dtype,
+                has_cotangent=x not in self._fixed,
+                has_rows=has_rows,
+                has_halves=self._has_halves(x, shape),
+                has_one_row=has_one_row,
+            )
         return self.leaves[x, shape]
+
+    def _has_halves(self, x: Any, shape: tuple[Any, ...]) -> bool:
+        """True on a mesh for a weight (K, 2, F), as a matrix, of whose products either half is read alone."""
+        sizes = x.aval.shape
+        is_matrix = len(sizes) == 3 and same_size(sizes[1], 2) and same_shape(shape, (sizes[0], 2 * sizes[2]))
+        if not is_matrix or self.rows.of(x) or jax.sharding.get_abstract_mesh().size < 2:
+            return False
+        dots = self.rows.dots.items()
+        results = [self.rows.results[i] for i, dot in dots if self.units.uncast(dot.b) is x and not dot.transpose_b]
+        return bool(results) and all(map(self.units.is_read_in_halves, results))
 
     def _has_main_rows(self, x: Any) -> bool:
         count = self.rows.of(x)
@@ -234,19 +284,26 @@ class Lift:
             a = self._viewed(dot.a, dot.matrix_a)
         else:
             a, b = self._computed(norm.base), self._scaled(norm, b, transpose_b=dot.transpose_b)
-        product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b)
+        rounding = self._rounding(self.jaxpr.eqns[unit.number], dot)
+        value: Value
+        if rounding is None:
+            groups = None if dot.groups is None else self.value(dot.groups)
+            value = product = Product(a, b, transpose_a=dot.transpose_a, transpose_b=dot.transpose_b, groups=groups)
+            product.maps_zeros = groups is not None
+        else:
+            a, b = transposed(a) if dot.transpose_a else a, transposed(b) if dot.transpose_b else b
+            product, value = rounded.product_and_result(a, b, rounding)
         product.spec_of_a = None if norm is None else norm.constraint
         product.spec = product.out_spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
         product.source = self.jaxpr.eqns[unit.number].source_info.traceback
         if isinstance(b, nodes.Map) and b.source is None:  # a weight that is transposed or scaled for it
             b.source = product.source
         self.products[unit.number] = product
-        value: Value = product
         if norm is not None:
             value = self._shared(
                 "norm",
                 jnp.multiply,
-                product,
+                value,
                 self._row_factor(norm),
                 pullback=scaled_backward,
                 takes_inner=True,
@@ -258,6 +315,40 @@ class Lift:
         if self.is_exact and out.aval.dtype != np.dtype(FLOAT32):
             value = make_map(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")
         self.values[out] = value
+
+    def _rounding(self, equation: Equation, dot: Dot) -> Rounding | None:
+        """How the factors of a product are rounded to 8 bits; None where they are not."""
+        if "rounding" not in equation.params:
+            return None
+        own: RoundedFactors = equation.params["rounding"]
+        own.check()
+        own = own.swapped() if dot.a is not equation.invars[0] else own
+        if own.given == ("history",):
+            scale = self._scale_of_all(dot.a, own.recipe)
+            return Rounding(own.recipe, self._history(equation), scales=(scale, None, None))
+        others = {name: self.value(x) for name, x in zip(own.given, equation.invars[2:], strict=True)}
+        scales = others.get("a"), others.get("b"), others.get("cotangent")
+        return Rounding(own.recipe, scales=scales, is_cotangent=own.is_cotangent)
+
+    def _history(self, equation: Equation) -> Value:
+        """The history of a product, (2 H,)."""
+        history = self._viewed(equation.invars[2], (math.prod(equation.invars[2].aval.shape),))
+        if isinstance(history, Leaf):
+            history.is_history = True
+        return history
+
+    def _scale_of_all(self, x: Any, recipe: Recipe) -> Value | None:
+        """The one scale of a factor that several products read, each with a history; None where each has its own."""
+        x = self.units.uncast(x)
+        key = x, recipe
+        if key not in self._scales:
+            readers = [self.jaxpr.eqns[i] for i, dot in self.rows.dots.items() if self.units.uncast(dot.a) is x]
+            known = [e for e in readers if (own := e.params.get("rounding")) and own.given == ("history",)]
+            every = {e.invars[2]: e for e in known if e.params["rounding"].recipe == recipe}
+            is_one = recipe.scaling == "delayed" and len(every) > 1 and not self.is_exact
+            is_one = is_one and all(y in self.values or y in self.arguments for y in map(self.units.uncast, every))
+            self._scales[key] = rounded.scale_of_all([*map(self._history, every.values())], recipe) if is_one else None
+        return self._scales[key]
 
     def _deferred_factor(self, dot: Dot) -> Deferred | None:
         """The norm that the first factor is, if products alone read it."""
@@ -280,16 +371,22 @@ class Lift:
                 kind = self.units.kind_of_reader(j)
                 if kind == "cast":
                     open_ += self.jaxpr.eqns[j].outvars
-                elif kind != "product" or self.rows.dots[j].a is not x or self.rows.dots[j].transpose_a:
+                    continue
+                if kind != "product" or j not in self.rows.dots or not self._may_read_deferred(j, x):
                     return {}
-                else:
-                    found[j] = self.rows.dots[j]
+                found[j] = self.rows.dots[j]
         return found
+
+    def _may_read_deferred(self, number: int, x: Any) -> bool:
+        """True for a product that sums over x's columns, and rounds to 8 bits not exactly what it is given."""
+        dot, rounding = self.rows.dots[number], self.jaxpr.eqns[number].params.get("rounding")
+        return dot.a is x and not dot.transpose_a and dot.groups is None and (rounding is None or rounding.defers)
 
     def _second_factor(self, dot: Dot) -> Value:
         """The second factor as a matrix; a weight that is summed over axes in its middle is transposed first."""
         if dot.order_b is None:
-            return self._viewed(dot.b, dot.matrix_b)
+            lead = dot.b.aval.shape[:1] if dot.has_matrices else ()
+            return self._viewed(dot.b, (*lead, *dot.matrix_b))
         b = self.units.uncast(dot.b)
         key = b, dot.order_b
         if key not in self._transposed:
@@ -331,14 +428,29 @@ class Lift:
             self.values[x] = self._make_map(*self.units.inlined(x), x)
         return self.value(x)
 
+    def _maximum(self, unit: Unit) -> None:
+        self.values[unit.results[0]] = rounded.amax_of(self.value(unit.inputs[0]))
+
     def _map(self, unit: Unit) -> None:
         (result,) = unit.results
         if self._is_of_no_use(result):
+            return
+        if (same := self._same_matrix(unit)) is not None:
+            self.values[result] = same
             return
         if self._has_main_rows(result) and not any(has_rows(self.value(x)) for x in unit.inputs):
             self._call(unit)  # rows that are all alike: a map has the rows of its inputs
             return
         self.values[result] = self._make_map(unit.equations, unit.inputs, result)
+
+    def _same_matrix(self, unit: Unit) -> Value | None:
+        """The value that a map only reshapes to an array of the same matrix, as attention's heads to columns."""
+        (result,), inputs = unit.results, unit.inputs
+        if len(inputs) != 1 or {one.primitive.name for one in unit.equations} != {"reshape"}:
+            return None
+        x = self.units.uncast(inputs[0])
+        is_same = x not in self.arguments and self.rows.of(x) and same_shape(self.shape(x), self.shape(result))
+        return self.value(x) if is_same and x.aval.dtype == result.aval.dtype else None
 
     def _is_of_no_use(self, x: Any) -> bool:
         """True for a factor of products that read the norm deferred."""
@@ -400,7 +512,7 @@ class Lift:
         drawn, behind = set[Any](), set[Any]()
         for equation in self.jaxpr.eqns:
             inputs = variables(equation.invars)
-            if equation.primitive.name == "dot_general" or not behind.isdisjoint(inputs):
+            if equation.primitive.name in PRODUCTS or not behind.isdisjoint(inputs):
                 behind |= set(equation.outvars)
             elif equation.primitive.name == "random_bits" or not drawn.isdisjoint(inputs):
                 drawn |= set(equation.outvars)
@@ -470,7 +582,8 @@ class Lift:
         dtypes = {cast.outvars[0].aval.dtype for cast in casts} if is_cast_alone else set()
         return x.aval.dtype == self.dtype or dtypes == {self.dtype}
 
-    def _call(self, unit: Unit) -> None:
+    def _function(self, unit: Unit) -> Callable[..., list[jax.Array]]:
+        """The equations of a call as a function."""
         equations, inputs, results, nested = unit.equations, unit.inputs, unit.results, self.nested
 
         def function(*arrays: jax.Array) -> list[jax.Array]:
@@ -486,10 +599,15 @@ class Lift:
                 known.update(zip(equation.outvars, made, strict=True))
             return vary(self._axes, *(data_of(known[x]) for x in results))
 
+        return function
+
+    def _call(self, unit: Unit) -> None:
+        equations, inputs, results, function = unit.equations, unit.inputs, unit.results, self._function(unit)
         answers = self._answers_in(equations)
         policy = next((remat for remat in answers[:1] if self._is_apart(unit, remat)), None)
-        checkpointed = function if policy is None else jax.checkpoint(function, policy=policy, prevent_cse=False)
-        closed, traces = self._shared_call(unit, checkpointed, policy)
+        if policy is not None and not self._keeps_attention(unit, policy):
+            function = jax.checkpoint(function, policy=policy, prevent_cse=False)
+        closed, traces = self._shared_call(unit, function, policy)
         values = [self.value(x) for x in inputs]
         shapes = list(map(self.shape, results))
         call = Call(words_of_call(equations), closed, values, self.block_rows, shapes, traces)
@@ -512,8 +630,8 @@ class Lift:
     ) -> tuple[core.ClosedJaxpr, dict[Hashable, Any]]:
         """The jaxpr of a call's function, and the traces of its derivative: those of equal calls are the same."""
         types = tuple(map(self._type, unit.inputs))
-        key = structure(unit.equations, unit.inputs, unit.results, lambda _: None, own_params)
-        if key is None or any(map(inner_jaxprs, unit.equations)):
+        key = structure(unit.equations, unit.inputs, unit.results, lambda _: None, call_params)
+        if key is None or None in map(call_params, unit.equations):
             return jax.make_jaxpr(f)(*types), {}
         key = "call", key, types, self._axes, policy
         if key not in self._bodies:
@@ -534,6 +652,12 @@ class Lift:
         reads_maps = any(known.get(x, ARGUMENT) is not ARGUMENT and x not in kept for x in unit.inputs)
         return reads_maps and all(x in known for x in unit.results)
 
+    def _keeps_attention(self, unit: Unit, remat: Remat) -> bool:
+        """True for attention of which a policy keeps all that its derivative reads: q, k and v, and its own results."""
+        kept = self._kept[remat]
+        inputs = (x for e in unit.equations if is_attention(e) for x in variables(e.invars) if self.rows.of(x))
+        return any(map(is_attention, unit.equations)) and all(x in kept for x in inputs)
+
     def _keep_alike(self, one: Remat, other: Remat, group: Sequence[Equation]) -> bool:
         """True for policies that keep the same of a call."""
         results = [x for e in group for x in e.outvars]
@@ -543,13 +667,14 @@ class Lift:
         return is_same and all(one.kept(body).keys() == other.kept(body).keys() for body in bodies)
 
     def _answers_in(self, group: Sequence[Equation]) -> list[Remat]:
-        """The policies that keep something in a call."""
+        """The policies that keep something in a call; of attention its result, which has a name in its derivative."""
         bodies = [body for e in group for body in inner_jaxprs(e)]
         return [
             remat
             for remat in self._kept
             if any(remat.answer(e) is not None for e in group if not inner_jaxprs(e))
             or any(x is not None for body in bodies for x in remat.answers(body))
+            or any(map(remat.keeps_attention, filter(is_attention, group)))
         ]
 
     def _type(self, x: Any) -> Any:
@@ -571,17 +696,18 @@ def lifted(
     implementation: str,
     remats: Sequence[Remat] = (),
     is_step: bool = False,
+    fixed: Sequence[bool] = (),
 ) -> Lifted:
     """The graph of a straight jaxpr.
 
     Args:
       closed: its constants are no arguments of the graph's: there must be none.
       name: of the function.
-      nested, bodies, is_exact, defers, remats: as in `Lift`.
+      nested, bodies, is_exact, defers, remats, fixed: as in `Lift`.
       implementation: as in `gemm`.
       is_step: as in `Graph`.
     """
-    lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers, remats=remats)
+    lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers, remats=remats, fixed=fixed)
     outputs = lift.run()
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
     leaves = list(lift.leaves.values())
@@ -599,14 +725,16 @@ def lifted(
     )
     sources = [lift.arguments[x] for x, _ in lift.leaves]
     reasons = {i: _reason(dot, lift.dtype) for i, dot in lift.rows.dots.items()} | lift.rows.reasons
-    products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in dots_in(closed.jaxpr).items()]
-    return Lifted(graph, sources, products)
+    products = [(equation, lift.products.get(i) or reasons[i]) for i, equation in products_in(closed.jaxpr).items()]
+    return Lifted(graph, sources, products, lift.streams())
 
 
 def _reason(dot: Dot, dtype: Any) -> str:
     """Why a product of matrices is none of the graph's."""
     if dot.a.aval.dtype != dtype:
         return f"its factors are {dot.a.aval.dtype}, others' {dtype}"
+    if dot.has_matrices:
+        return "the matrices of its groups have rows too"
     return "its second factor, which has rows too, would be transposed"
 
 
@@ -622,6 +750,10 @@ def _data_type(x: Any) -> Any:
         # By a function of its own: JAX keeps something of each trace for as long as the function lives.
         return jax.eval_shape(lambda key: jax.random.key_data(key), jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype))
     return typed(x.aval)
+
+
+def _concatenated(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts, axis=1)
 
 
 def _as_column(x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,12 +64,16 @@ class Merged:
         if name == "gather":
             return [_taken(inputs[0], inputs[1], params, equation.outvars[0].aval.shape[count:])]
         if sums_rows(equation, self.counts):
-            return [jnp.sum(self._with_rows(equation.invars[0], inputs[0], rows), axis=0)]
+            axes = (*range(len(params["axes"]) - count + 1),)
+            return [jnp.sum(self._with_rows(equation.invars[0], inputs[0], rows), axis=axes)]
         if name == "broadcast_in_dim" and not any(self.counts.get(x) for x in variables(equation.invars)):
             return [_broadcast_alike(inputs[0], params, count)]
         size = max((x.shape[0] for x in inputs if x.ndim), default=1)  # 1 where the rows of all are the same
         arrays = [x if x.ndim == 0 or x.shape[0] == size else jnp.broadcast_to(x, (size, *x.shape[1:])) for x in inputs]
+        out = equation.outvars[0]
         params = with_rows(name, params, RowAxes(count, (size,)))
+        if params is None and name == "broadcast_in_dim" and math.prod(out.aval.shape[:count]) == 1:
+            return [arrays[0].reshape(self.shape(out, size))]  # more axes of size 1
         assert params is not None, f"{name} moves rows"
         if name == "reduce_sum":  # of 16 bits in float32
             return [jnp.sum(arrays[0], axis=params["axes"])]

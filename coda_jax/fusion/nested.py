@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,28 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.custom import CUSTOM_VJPS, Rule, may_be_opened, rule_of
-from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.dots import PRODUCTS, Equation
+from coda_jax.fusion.makers import among
 from coda_jax.fusion.remat import AnyOf, Remat, remat_of
+from coda_jax.fusion.rounded_products import flags_in_body
 from coda_jax.fusion.stacks import stacked
-from coda_jax.fusion.straight import CHECKPOINTS, JITS, at_line, is_inner, is_stacked
+from coda_jax.fusion.straight import (
+    CHECKPOINTS,
+    JITS,
+    at_line,
+    is_call,
+    is_inner,
+    is_opaque,
+    is_stacked,
+    name_of_inner,
+)
 from coda_jax.graph.calls import is_key
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.evaluate import without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
+from coda_jax.operators.fp8_matmul import product_of
+from coda_jax.operators.rounded_dot import rounded_dot_p
 
 Function = Callable[..., Sequence[Any]]
 
@@ -32,24 +45,33 @@ class Nested:
     Args:
       fused: the function that a closed jaxpr becomes; the second argument is the name of what holds it, the third are
         the policies of the checkpoints that hold it.
+      call: `fused` for a fused function that is called, one function for all calls; the last argument are flags of
+        arguments that have no derivative.
       remats: the policies of the checkpoints that hold the equations, the innermost first.
+      weights: the variables that are weights, where products with these are rounded to 8 bits.
       fused_in_jit: `fused` for what a jitted function holds, if that is another one.
       fused_in_rule: `fused` for the functions of a custom_vjp, which nobody differentiates, if that is another one.
       fused_in_step: `fused` for the body of a loop, if that is another one.
+      fixed: the variables that have no derivative.
     """
 
     def __init__(
         self,
-        fused: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function],
+        fused: Callable[[core.ClosedJaxpr, str, Sequence[Remat], Sequence[bool]], Function],
+        call: Callable[[Any, str, Sequence[Remat], Sequence[bool], Sequence[bool]], Function],
         remats: Sequence[Remat],
-        fused_in_jit: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
-        fused_in_rule: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
-        fused_in_step: Callable[[core.ClosedJaxpr, str, Sequence[Remat]], Function] | None = None,
+        weights: Collection[Any] = (),
+        fused_in_jit: Callable[[core.ClosedJaxpr, str, Sequence[Remat], Sequence[bool]], Function] | None = None,
+        fused_in_rule: Callable[[core.ClosedJaxpr, str, Sequence[Remat], Sequence[bool]], Function] | None = None,
+        fused_in_step: Callable[[core.ClosedJaxpr, str, Sequence[Remat], Sequence[bool]], Function] | None = None,
+        fixed: Collection[Any] = (),
     ):
-        self._fused, self._remats = fused, tuple(remats)
+        self._fused, self._remats, self._weights = fused, tuple(remats), weights
+        self._call, self._fixed = call, fixed
+        self._around = [dataclasses.replace(one, is_part=True) for one in self._remats]  # the same for all bodies
         others = {"jit": fused_in_jit, "rule": fused_in_rule, "step": fused_in_step}
         self._fused_in = {of: other or fused for of, other in others.items()}
-        self._known: dict[int, tuple[Any, Function]] = {}  # bodies, by identity, and their functions
+        self._known: dict[Hashable, tuple[Any, Function]] = {}  # bodies, by identity and weights, and their functions
         self._jitted: dict[Hashable, core.ClosedJaxpr] = {}  # the same of jitted functions, as jaxprs
 
     def __call__(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -58,19 +80,30 @@ class Nested:
         return results
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+        if equation.primitive.name == rounded_dot_p.name:
+            return [product_of(inputs, **equation.params)]
+        if is_opaque(equation):
+            return bind(equation.primitive, inputs, equation.params)
         equation = self._with_policies(equation)
         run, has_bodies = _rule(equation), any(map(has_products, inner_jaxprs(equation)))
         if run is _by_its_rule and self._keeps(opened(callee(equation))[0]):
             run = None  # the policies are asked about the equations of the rule
+        flags = flags_in_body(equation, [among(x, self._weights) for x in equation.invars])
         if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
-            return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation)})
+            return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation, flags)})
         if run is None or not has_bodies:
             return bind(equation.primitive, inputs, equation.params)
-        arrays = [
-            jnp.asarray(x, v.aval.dtype) if jnp.ndim(x) == 0 and not is_key(v.aval) else x
-            for x, v in zip(inputs, equation.invars, strict=True)
-        ]
-        return run(self._function, equation, arrays)
+        if is_call(equation):
+            each = zip(equation.invars, as_arrays(equation, inputs), strict=True)
+            given = (lax.stop_gradient(x) if among(v, self._fixed) else x for v, x in each)
+            return self.called(equation)(*opened(callee(equation))[1], *given)
+        return run(functools.partial(self._function, flags=flags), equation, as_arrays(equation, inputs))
+
+    def called(self, equation: Equation) -> Function:
+        """The function that a call of a fused function becomes, of its constants and its arguments."""
+        body = callee(equation)
+        flags = ([among(x, of) for x in equation.invars] for of in (self._weights, self._fixed))
+        return self._call(body, name_of_inner(equation), self._around, *flags)
 
     def _with_policies(self, equation: Equation) -> Equation:
         """The equation; a checkpoint with what the policies around it keep in it kept too, and not computed again."""
@@ -88,29 +121,34 @@ class Nested:
         """True if a policy keeps something of a jaxpr."""
         return any(answer is not None for remat in self._remats for answer in remat.answers(jaxpr))
 
-    def _function(self, body: Any, name: str, remat: Remat | None = None, *, of: str = "") -> Function:
+    def _function(
+        self, body: Any, name: str, remat: Remat | None = None, *, of: str = "", flags: Sequence[bool] = ()
+    ) -> Function:
         """The function that a body becomes, made once.
 
         Args:
           body: a jaxpr.
           name: of what holds it.
           remat: the policy of the checkpoint that it is the body of.
+          flags: which of its arguments are weights; of others than it has, as a rule's are, none.
           of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp, "step" for a loop's body.
         """
-        if id(body) not in self._known:
+        key = id(body), tuple(flags)
+        if key not in self._known:
             closed = core.ClosedJaxpr(*opened(body))
-            around = [dataclasses.replace(one, is_part=True) for one in self._remats]
-            remats = around if remat is None else [remat, *around]
+            is_alike = len(flags) == len(closed.in_avals)
+            weights = list(flags) if is_alike else [False] * len(closed.in_avals)
+            remats = self._around if remat is None else [remat, *self._around]
             fused = self._fused_in.get(of, self._fused)
-            self._known[id(body)] = body, functools.partial(fused(closed, name, remats), *closed.consts)
-        return self._known[id(body)][1]
+            self._known[key] = body, functools.partial(fused(closed, name, remats, weights), *closed.consts)
+        return self._known[key][1]
 
-    def _of_jit(self, equation: Equation) -> core.ClosedJaxpr:
+    def _of_jit(self, equation: Equation, flags: Sequence[bool]) -> core.ClosedJaxpr:
         """The jaxpr that a jitted function's becomes; the same each time, so that it is compiled once."""
         body = callee(equation)
-        key = id(body), jax.sharding.get_abstract_mesh()
+        key = id(body), jax.sharding.get_abstract_mesh(), tuple(flags)
         if key not in self._jitted:
-            function = self._function(body, str(equation.params["name"]), of="jit")
+            function = self._function(body, str(equation.params["name"]), of="jit", flags=flags)
             types: list[Any] = [x.aval for x in opened(body)[0].invars]
             self._jitted[key] = jax.make_jaxpr(lambda *xs: list(function(*xs)))(*types)
         return self._jitted[key]
@@ -129,15 +167,24 @@ def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:
     return _RULES.get(equation.primitive.name)
 
 
+def as_arrays(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of an equation; numbers among them as arrays of its dtypes."""
+    return [
+        jnp.asarray(x, v.aval.dtype) if jnp.ndim(x) == 0 and not is_key(v.aval) else x
+        for x, v in zip(inputs, equation.invars, strict=True)
+    ]
+
+
 def has_products(jaxpr: core.Jaxpr) -> bool:
     return _count_of_products(jaxpr) > 0
 
 
 def _count_of_products(jaxpr: core.Jaxpr) -> int:
-    return sum(equation.primitive.name == "dot_general" for equation, _ in equations(jaxpr))
+    return sum(equation.primitive.name in PRODUCTS for equation, _ in equations(jaxpr))
 
 
-def _scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+def run_scan(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of a loop; inputs behind its own are stacked, and each step gets its part behind its arguments."""
     params, consts, carried = equation.params, num_constants(equation), num_carried(equation)
     body = fused(params["jaxpr"], "scan", of="step")
 
@@ -160,7 +207,8 @@ def _stacked(fused: Callable[..., Function], equation: Equation, inputs: Sequenc
     return stacked(equation, inputs, lambda loop: fused(loop.params["jaxpr"], "scan", of="step"))
 
 
-def _cond(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+def run_cond(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of a branch; inputs behind the equation's own are arguments of all branches."""
     index, *operands = inputs
     branches = [fused(branch, "cond") for branch in equation.params["branches"]]
     results: Sequence[Any] = lax.switch(index, [lambda *xs, f=f: list(f(*xs)) for f in branches], *operands)
@@ -193,9 +241,13 @@ def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequ
         results: Sequence[Any] = rule(*inputs)
         return results
     closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))  # a backward pass: its barrier stays
-    whole = without_constants(closed)
-    given = whole if isinstance(inner, core.ClosedJaxpr) else whole.jaxpr
-    return bind(equation.primitive, [*closed.consts, *inputs], {**params, "jaxpr": given})
+    return with_body(equation, without_constants(closed), [*closed.consts, *inputs])
+
+
+def with_body(equation: Equation, whole: core.ClosedJaxpr, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of a checkpoint that holds another jaxpr, without constants, at these inputs."""
+    given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
+    return bind(equation.primitive, inputs, {**equation.params, "jaxpr": given})
 
 
 def _call(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -252,8 +304,8 @@ def shard_mapped(fused: Callable[..., Function], equation: Equation, inputs: Seq
 
 
 _RULES: Mapping[str, Callable[..., Sequence[Any]]] = {
-    "scan": _scan,
-    "cond": _cond,
+    "scan": run_scan,
+    "cond": run_cond,
     "while": _while,
     "shard_map": shard_mapped,
     **dict.fromkeys(CHECKPOINTS, _checkpoint),

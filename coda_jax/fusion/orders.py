@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
-from coda_jax.fusion.dots import Dot, Equation, dot_of, transposed_factors
+from coda_jax.fusion.dots import Dot, Equation, dot_of, is_dot, transposed_factors
 from coda_jax.fusion.rows import results_of_dots
 from coda_jax.fusion.straight import at_line
 from coda_jax.graph.on_mesh import ELEMENTWISE
@@ -28,7 +28,7 @@ _Factor = tuple[Any, Sequence[int], Sequence[int]]
 _View = tuple[jax.Array, tuple[int, ...], jax.Array]  # an array, the order of its axes in its transpose, the transpose
 
 
-def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def with_rows_first(closed: core.ClosedJaxpr, *, multiplies: bool = True) -> core.ClosedJaxpr:
     """A straight jaxpr whose products are those of matrices, where they are these but for the order of their axes.
 
     einsum may put a weight first, (K, N) before (M, K), and transpose the result (N, M) into the order that is asked
@@ -37,8 +37,12 @@ def with_rows_first(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     its rows come last, as in the derivative, is transposed so that they come first. What einsum has as a product with
     batch axes and is none of matrices, as a scale, "btd,d->btd", or its gradient, is a multiplication, and a sum. A
     factor that the function transposes, as in x @ w.T, is read as it lies.
+
+    Args:
+      closed: the jaxpr.
+      multiplies: whether those that are none of matrices become multiplications; else they stay.
     """
-    orders = _Orders(closed.jaxpr)
+    orders = _Orders(closed.jaxpr, multiplies=multiplies)
     if not (orders.is_reordered or orders.straightened):
         return closed
     return needed_jaxpr(lambda *xs: evaluate(closed.jaxpr, closed.consts, xs, orders, opens=()), closed.in_avals)
@@ -54,7 +58,7 @@ class _Orders:
       straightened: the products of matrices, by the variables that they are, with factors that are transposed.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr):
+    def __init__(self, jaxpr: core.Jaxpr, *, multiplies: bool):
         self.swapped: set[Any] = set()
         self.turned: dict[Any, int] = {}
         self.multiplied: dict[Any, int] = {}
@@ -73,7 +77,7 @@ class _Orders:
         made_of_products: set[Any] = set()
         transposes: set[Any] = set()
         for i, equation in enumerate(jaxpr.eqns):
-            whole = _has_all_axes(equation) if equation.primitive.name == "dot_general" else None
+            whole = _has_all_axes(equation) if multiplies and equation.primitive.name == "dot_general" else None
             if whole is not None:
                 self.multiplied[equation.outvars[0]] = whole
             elif i in results and results[i] is equation.outvars[0]:
@@ -94,14 +98,12 @@ class _Orders:
         Args:
           orders: of the axes of these transposes.
         """
-        if dot.primitive.name != "dot_general" or orders.keys().isdisjoint(variables(dot.invars)):
+        if not is_dot(dot) or orders.keys().isdisjoint(variables(dot.invars[:2])):
             return
         sums, _ = dot.params["dimension_numbers"]
-        ranks, ways = (
-            [x.aval.ndim for x in dot.invars],
-            [],
-        )  # of each factor whether as it lies, and the axes summed over
-        for x, own in zip(dot.invars, sums, strict=True):
+        ranks = [x.aval.ndim for x in dot.invars[:2]]
+        ways = []  # of each factor whether as it lies, and the axes summed over
+        for x, own in zip(dot.invars[:2], sums, strict=True):
             order = None if isinstance(x, core.Literal) else orders.get(x)
             ways.append([*([] if order is None else [(True, [order[axis] for axis in own])]), (False, own)])
 
@@ -111,7 +113,7 @@ class _Orders:
             if self._is_of_matrices(dot, [own for _, own in pair], ranks, as_it_lies=pair[0][0])
         ]
         yield from (
-            x for i, x in enumerate(dot.invars) if len(ways[i]) > 1 and not any(pair[i][0] for pair in possible)
+            x for i, x in enumerate(dot.invars[:2]) if len(ways[i]) > 1 and not any(pair[i][0] for pair in possible)
         )
 
     def _is_of_matrices(
@@ -128,10 +130,10 @@ class _Orders:
     def _note(self, dot: Equation, made_of_products: set[Any], transposes: set[Any]) -> None:
         """Adds a product to those that change: one of a transposed factor, or none of matrices as it stands."""
         first = dot.invars[0]
-        if isinstance(first, core.Literal):
+        if isinstance(first, core.Literal) or dot.primitive.name != "dot_general":
             return
         if isinstance(dot_of(dot), Dot):
-            own = transposes.intersection(variables(dot.invars)) - self._absorbed
+            own = transposes.intersection(variables(dot.invars[:2])) - self._absorbed
             self.straightened |= set(dot.outvars) if own else set()
             return
         if first not in made_of_products:
@@ -153,7 +155,7 @@ class _Orders:
 
     def _results(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         name, (out, *_) = equation.primitive.name, equation.outvars
-        if name == "dot_general":
+        if is_dot(equation):
             return [self._product(equation, inputs)]
         if name == "transpose" and out in self.turned:
             order, count = equation.params["permutation"], self.turned[out]
@@ -187,8 +189,10 @@ class _Orders:
         order = [axis for each in places[::turn] for axis in each]
         params = {**params, "dimension_numbers": (tuple(sums), batch), "precision": precision}
         if params.get("out_sharding") is not None:
-            params["out_sharding"] = _transposed_back(params["out_sharding"], order)
-        (result,) = bind(equation.primitive, arrays, params)
+            params["out_sharding"] = transposed_back(params["out_sharding"], order)
+        if is_swapped and "rounding" in params:
+            params["rounding"] = params["rounding"].swapped()
+        (result,) = bind(equation.primitive, [*arrays, *inputs[2:]], params)
         return self._view(result, order)
 
     def _multiplied(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
@@ -217,7 +221,7 @@ class _Orders:
     def _factors(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[_Factor]:
         """The factors of a product, as they lie where they are transposes and that is a product of matrices."""
         sums, _ = equation.params["dimension_numbers"]
-        each = [self._ways(x, *one) for x, *one in zip(equation.invars, inputs, sums, strict=True)]
+        each = [self._ways(x, *one) for x, *one in zip(equation.invars[:2], inputs[:2], sums, strict=True)]
         lying = [ways[0] for ways in each]
         if self.is_reordered or not isinstance(dot_of(equation), Dot):
             return lying
@@ -232,12 +236,13 @@ class _Orders:
         """
         (out,), (arrays, sums, rests) = equation.outvars, zip(*factors, strict=True)
         ranks = [np.ndim(x) for x in arrays]
-        of_a, of_b = (id(x) in self._transposes and x is not array for x, array in zip(inputs, arrays, strict=True))
+        pairs = zip(inputs[:2], arrays, strict=True)
+        of_a, of_b = (id(x) in self._transposes and x is not array for x, array in pairs)
         if not self._is_of_matrices(equation, sums, ranks, as_it_lies=of_a):
             return False
         if out in self._read_swapped and (of_a or of_b) and transposed_factors(sums[::-1], ranks[::-1]) is None:
             return False
-        if any(flag and x in self._absorbed for x, flag in zip(equation.invars, (of_a, of_b), strict=True)):
+        if any(flag and x in self._absorbed for x, flag in zip(equation.invars[:2], (of_a, of_b), strict=True)):
             return False
         return all(list(rest) == sorted(rest) for rest, flag in zip(rests, (of_a, of_b), strict=True) if flag)
 
@@ -367,7 +372,7 @@ def _back(order: Sequence[int]) -> list[int]:
     return [int(axis) for axis in np.argsort(order)]
 
 
-def _transposed_back(sharding: Any, order: Sequence[int]) -> Any:
+def transposed_back(sharding: Any, order: Sequence[int]) -> Any:
     """The sharding of an array whose transpose has this one, and its axes in this order."""
     entries = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
     return jax.sharding.NamedSharding(sharding.mesh, jax.P(*(entries[axis] for axis in _back(order))))

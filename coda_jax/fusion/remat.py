@@ -15,13 +15,17 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.ad_checkpoint import Recompute
+from jax import lax
+from jax.ad_checkpoint import Offloadable
 from jax.extend import core
 
+from coda_jax.attend.primitive import CONTEXT_NAME
+from coda_jax.fusion.alike import is_attention
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import SHAPES
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.graph.row_axes import KEEPS_ROWS
+from coda_jax.graph.saved import answer_about, is_kept
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES
 from coda_jax.jaxprs.def_use import definitions, variables
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
@@ -54,8 +58,17 @@ class Remat:
 
     def answer(self, equation: Equation) -> Any:
         """The policy's answer about an equation; None where its results are computed again."""
-        answer = self.policy(equation.primitive, *(x.aval for x in equation.invars), **equation.params)
-        return answer if _is_kept(answer) else None
+        primitive, params, inputs = equation.primitive, equation.params, equation.invars
+        if "rounding" in params:  # the policy knows products by their primitive
+            primitive, inputs = lax.dot_general_p, inputs[:2]
+            params = {key: value for key, value in params.items() if key != "rounding"}
+        answer = self.policy(primitive, *(x.aval for x in inputs), **params)
+        return answer if is_kept(answer) else None
+
+    def keeps_attention(self, equation: Equation) -> bool:
+        """True if the policy keeps results of `coda.attention`, which its derivative names, on the device."""
+        answer = answer_about(self.policy, equation.outvars[0].aval, CONTEXT_NAME)
+        return is_kept(answer) and not isinstance(answer, Offloadable)
 
     def answers(self, jaxpr: core.Jaxpr) -> Iterator[Any]:
         """The answers about all equations that hold no others, with those in loops and calls."""
@@ -65,7 +78,10 @@ class Remat:
         """The variables that the policy keeps, with its answers, and those that are the same in another form."""
         found: dict[Any, Any] = {}
         for equation in jaxpr.eqns:
-            if inner := inner_jaxprs(equation):
+            if is_attention(equation):
+                if self.keeps_attention(equation):
+                    found |= dict.fromkeys(equation.outvars, True)
+            elif inner := inner_jaxprs(equation):
                 is_opened = equation.primitive.name in CUSTOM_DERIVATIVES and len(inner[0].outvars) == len(
                     equation.outvars
                 )
@@ -144,11 +160,7 @@ class AnyOf:
 
     def __call__(self, primitive: Any, *types: Any, **params: Any) -> Any:
         answers = (policy(primitive, *types, **params) for policy in self.policies)
-        return next(filter(_is_kept, answers), False)
-
-
-def _is_kept(answer: Any) -> bool:
-    return answer is not False and not isinstance(answer, type(Recompute))
+        return next(filter(is_kept, answers), False)
 
 
 def is_cheap(equation: Equation) -> bool:

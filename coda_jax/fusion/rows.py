@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend import core
 
 from coda_jax.fusion.custom import Rule, has_elementwise_derivative, may_be_opened, opened_rule
-from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, dots_in, swaps_factors
+from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, products_in, swaps_factors
 from coda_jax.fusion.picks import is_along_last
 from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
@@ -60,7 +60,7 @@ class Rows:
       dots: the products, by the equation's number.
       results: of the products, by the equation's number.
       absorbed: the equations that are part of a product: transposes of its result.
-      reasons: why another dot_general is no product, by the equation's number.
+      reasons: why another equation of `PRODUCTS` is no product, by the equation's number.
       rules: of custom_vjp_calls by the equation's id; None where they do more than treat rows.
 
     Args:
@@ -222,9 +222,9 @@ def is_table(x: Any, rows: Sequence[Any]) -> bool:
 
 
 def results_of_dots(def_use: DefUse) -> tuple[dict[int, Any], set[int]]:
-    """The result of each dot_general, by number, and the numbers of the transposes that are part of one."""
+    """The result of each product, by number, and the numbers of the transposes that are part of one."""
     results, absorbed = {}, set()
-    for i, equation in dots_in(def_use.jaxpr).items():
+    for i, equation in products_in(def_use.jaxpr).items():
         (results[i],) = equation.outvars
         reader = def_use.only_reader(results[i])
         is_part = reader is not None and reader.primitive.name == "transpose" and swaps_factors(reader, equation)
@@ -241,11 +241,11 @@ def rows_of(equation: Equation, count: int, counts: Mapping[Any, int]) -> tuple[
 
 
 def sums_rows(equation: Equation, counts: Mapping[Any, int]) -> bool:
-    """True for a sum over exactly the rows of its argument."""
+    """True for a sum over the rows of its argument, and over axes right behind these, as heads, but not all axes."""
     if equation.primitive.name != "reduce_sum" or isinstance(equation.invars[0], core.Literal):
         return False
-    count = counts.get(equation.invars[0], 0)
-    return bool(count) and equation.invars[0].aval.ndim > count and tuple(equation.params["axes"]) == (*range(count),)
+    count, axes = counts.get(equation.invars[0], 0), tuple(equation.params["axes"])
+    return 0 < count <= len(axes) < equation.invars[0].aval.ndim and axes == (*range(len(axes)),)
 
 
 def _carries(equation: Equation, x: Any, rows: Sequence[int] | None) -> bool:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.dots import PRODUCTS, Equation
 from coda_jax.fusion.straight import STACKED, applied, at_line
 from coda_jax.graph.calls import is_key, traced_backward, traced_linear
 from coda_jax.graph.values import is_float
@@ -61,7 +61,7 @@ def with_stacks(closed: core.ClosedJaxpr, arrays: Sequence[Any]) -> core.ClosedJ
     found = {
         i: moves
         for i, moves in _moves(closed.jaxpr).items()
-        if any(inner.primitive.name == "dot_general" for inner, _ in equations(_body(closed.jaxpr.eqns[i])))
+        if any(inner.primitive.name in PRODUCTS for inner, _ in equations(_body(closed.jaxpr.eqns[i])))
     }
     if not found:
         return closed

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend import core, source_info_util
 
+from coda_jax.fusion.alike import own_params
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CALLS, callee, opened
-from coda_jax.jaxprs.evaluate import needed_jaxpr, read, without_constants
+from coda_jax.jaxprs.evaluate import needed_jaxpr, read, without_constants, without_dead_code
 from coda_jax.jaxprs.inline import Body, Inliner
 from coda_jax.jaxprs.source_lines import line_of as source_line_of
+from coda_jax.jaxprs.splice import Splice
 
 CHECKPOINTS, JITS = frozenset({"remat", "remat2", "checkpoint"}), frozenset({"jit", "pjit"})
 _OPENED = CALLS - CHECKPOINTS
 # They begin the names of calls of fused functions inside of others; JAX's derivatives and batches of calls keep names.
 _INNER, _INNER_RULE = "coda_fused_", "coda_ruled_"
+OPAQUE = "coda_opaque_"  # begins the name of a call that stays as it is
 STACKED = "coda_stacked_"  # begins the name of a call of a loop, and of what moves its stacked arrays
 # Equal ones are made once.
 _SHARED = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "reduce_max"})
@@ -40,7 +44,13 @@ def _unstacked(x: Any, *, axis: int) -> list[Any]:
 _IN_OTHERS: dict[str, Callable[..., list[Any]]] = {"stack": _stacked, "unstack": _unstacked}
 
 
-def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any], *, opens_inner: bool = True) -> core.ClosedJaxpr:
+def straight(
+    jaxpr: core.ClosedJaxpr,
+    arrays: Sequence[Any],
+    *,
+    opens_inner: bool = True,
+    stays: Callable[[Equation], bool] = lambda _: False,
+) -> core.ClosedJaxpr:
     """The jaxpr at these arrays, with its calls inlined and without equations whose results nobody reads.
 
     Checkpoints, loops, branches and functions with derivatives of their own stay, and so do jitted functions that say
@@ -51,10 +61,29 @@ def straight(jaxpr: core.ClosedJaxpr, arrays: Sequence[Any], *, opens_inner: boo
       jaxpr: any.
       arrays: its arguments, or their types.
       opens_inner: whether calls of fused functions are inlined too.
+      stays: which of these calls stay all the same.
     """
-    opening = _Opening(opens_inner)
-    inliner = Inliner(opening.applied, opening.entered)
-    return needed_jaxpr(lambda *given: inliner.results(jaxpr.jaxpr, jaxpr.consts, given, _Around()), arrays)
+    is_alike = [x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in arrays] == list(jaxpr.in_avals)
+    if not is_alike:  # the types of all variables may be others
+
+        def bound(equation: Equation, inputs: Sequence[Any], around: _Around) -> Sequence[Any]:
+            outputs: Sequence[Any] = around.at(equation, bind, equation.primitive, inputs, equation.params)
+            return outputs
+
+        opening = _Opening(
+            opens_inner, stays, bound, lambda equation, f, inputs, around: around.at(equation, f, *inputs)
+        )
+        inliner = Inliner(opening.applied, opening.entered)
+        return needed_jaxpr(lambda *given: inliner.results(jaxpr.jaxpr, jaxpr.consts, given, _Around()), arrays)
+    splice = Splice(jaxpr)
+    opening = _Opening(
+        opens_inner,
+        stays,
+        lambda equation, inputs, around: splice.take(equation, inputs, around.info(equation)),
+        lambda equation, f, inputs, around: splice.trace(functools.partial(around.at, equation, f), inputs),
+    )
+    inliner = Inliner(opening.applied, opening.entered, literal=lambda x: x)
+    return without_dead_code(splice.closed(inliner.results(jaxpr.jaxpr, jaxpr.consts, splice.inputs, _Around())))
 
 
 class _Around(NamedTuple):
@@ -66,34 +95,54 @@ class _Around(NamedTuple):
     def source(self, equation: Equation) -> Equation:
         return equation if self.call is None else self.call
 
+    def at(self, equation: Equation, f: Callable[..., Any], *args: Any) -> Any:
+        """f(*args), whose equations have the line and the name scope that an equation has here."""
+        return at_line(self.source(equation), f, *args, scope=self.scope)
+
+    def info(self, equation: Equation) -> Any:
+        """The line and the name scope that an equation has here."""
+        info = self.source(equation).source_info
+        return info.replace(name_stack=functools.reduce(operator.add, [*self.scope, info.name_stack]))
+
 
 class _Opening:
-    """The work of `straight`."""
+    """The work of `straight`.
 
-    def __init__(self, opens_inner: bool):
-        self._opens_inner = opens_inner
+    Args:
+      opens_inner, stays: as there.
+      make: the results of an equation that stays, of its inputs and the calls around it.
+      trace: the results of a function in an equation's place, of the equation, the function and the rest as `make`.
+    """
+
+    def __init__(
+        self,
+        opens_inner: bool,
+        stays: Callable[[Equation], bool],
+        make: Callable[[Equation, Sequence[Any], _Around], Sequence[Any]],
+        trace: Callable[[Equation, Callable[..., list[Any]], Sequence[Any], _Around], Sequence[Any]],
+    ):
+        self._opens_inner, self._stays, self._make, self._trace = opens_inner, stays, make, trace
         self._known: dict[Any, Any] = {}  # results of equations that are made once, with what they read
         self._transposes: dict[int, Any] = {}  # what they are of, their axes, and they themselves, by their ids
 
     def entered(self, equation: Equation, around: _Around) -> Body:
         """The body of a call that is inlined."""
         source = around.source(equation)
-        if self._opens_inner and is_inner(equation):
+        if self._opens_inner and is_inner(equation) and not self._stays(equation):
             return *opened(callee(equation)), _Around(None, (*around.scope, source.source_info.name_stack))
         return (*opened(callee(equation)), around._replace(call=source)) if is_opened(equation) else None
 
     def applied(self, equation: Equation, inputs: list[Any], around: _Around) -> Sequence[Any]:
         """The results of an equation that stays."""
-        name, at = equation.primitive.name, functools.partial(at_line, around.source(equation), scope=around.scope)
+        name = equation.primitive.name
         if name in _IN_OTHERS:
-            others: Sequence[Any] = at(functools.partial(_IN_OTHERS[name], **equation.params), *inputs)
-            return others
+            return self._trace(equation, functools.partial(_IN_OTHERS[name], **equation.params), inputs, around)
         if (same := self._same(equation, inputs)) is not None:
             return [same]
-        key = (name, str(equation.params), tuple(map(id, inputs))) if name in _SHARED else None
+        key = (name, own_params(equation), tuple(map(_identity, inputs))) if name in _SHARED else None
         if key in self._known:
             return self._known[key][0]
-        outputs: Sequence[Any] = at(bind, equation.primitive, inputs, equation.params)
+        outputs = self._make(equation, inputs, around)
         if key is not None:
             self._known[key] = outputs, inputs
         if name == "transpose":
@@ -110,6 +159,10 @@ class _Opening:
         source, order, _ = self._transposes[id(x)]
         axes = [order[axis] for axis in equation.params["permutation"]]
         return source if axes == list(range(len(axes))) else None
+
+
+def _identity(x: Any) -> Hashable:
+    return (id(x.val), x.aval) if isinstance(x, core.Literal) else id(x)
 
 
 def at_line(equation: Equation, f: Callable[..., Any], *args: Any, scope: Sequence[Any] = ()) -> Any:
@@ -146,8 +199,8 @@ def results_with(
 
 
 def is_opened(equation: Equation) -> bool:
-    """True for a call that is inlined, and is none of a fused function, nor of a loop over moved arrays."""
-    if equation.primitive.name not in _OPENED or is_inner(equation) or is_stacked(equation):
+    """True for a call that is inlined, and is none of a fused function, nor opaque, nor of a loop over moved arrays."""
+    if equation.primitive.name not in _OPENED or is_inner(equation) or is_stacked(equation) or is_opaque(equation):
         return False
     shardings = [*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ())]
     is_placed = any(isinstance(x, jax.sharding.Sharding) for x in shardings)
@@ -164,12 +217,8 @@ def as_inner(name: str, closed: core.ClosedJaxpr, derived: Callable[..., Sequenc
       closed: its equations.
       derived: what is differentiated in its place, where the function around holds derivatives of it; None: itself.
     """
-
-    def function(*arrays: Any) -> list[Any]:
-        return core.jaxpr_as_fun(without_constants(closed))(*arrays)
-
-    function.__name__ = f"{_INNER if derived is None else _INNER_RULE}{name}"
-    call = jax.jit(function)
+    prefix = _INNER if derived is None else _INNER_RULE
+    call = jitted(f"{prefix}{name}", lambda *arrays: core.jaxpr_as_fun(without_constants(closed))(*arrays))
     if derived is None:
         return call
     rule = jax.custom_vjp(lambda *arrays: call(*arrays))
@@ -189,9 +238,60 @@ def is_inner(equation: Equation) -> bool:
     return len(equations) == 1 and _is_named(equations[0], _INNER_RULE)  # others' rules are not of their equations
 
 
+def is_call(equation: Equation) -> bool:
+    """True for a call of a fused function without a rule of its own."""
+    return _is_named(equation, _INNER)
+
+
+def called_as(equation: Equation, function: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """Another function, called as the fused function is that an equation calls; it is traced once."""
+    return inner_call(name_of_inner(equation), function)
+
+
+def inner_call(name: str, function: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """A function, called as a fused function without a rule of its own is; it is traced once."""
+    return jitted(f"{_INNER}{name}", lambda *arrays: list(function(*arrays)))
+
+
+def jitted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under `jax.jit`, by this name, which the call's equation has."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = name
+    return jax.jit(call)
+
+
+def name_of_inner(equation: Equation) -> str:
+    """The name of a fused function that is called."""
+    return str(equation.params["name"]).removeprefix(_INNER)
+
+
+def repeated(jaxpr: core.Jaxpr) -> frozenset[int]:
+    """The ids of the jaxprs of fused functions that a jaxpr calls more than once, as equal layers are."""
+    counts = collections.Counter[int]()
+
+    def count(jaxpr: core.Jaxpr) -> None:
+        for equation in jaxpr.eqns:
+            body = callee(equation) if is_inner(equation) or is_opened(equation) else None
+            if body is not None and is_call(equation):
+                counts[id(body)] += 1
+            if body is not None and counts[id(body)] < 2:
+                count(opened(body)[0])
+
+    count(jaxpr)
+    return frozenset(body for body, number in counts.items() if number > 1)
+
+
 def is_stacked(equation: Equation) -> bool:
     """True for a call of a loop, and of what moves its stacked arrays."""
     return _is_named(equation, STACKED)
+
+
+def is_opaque(equation: Equation) -> bool:
+    """True for a call of which nothing is fused."""
+    return _is_named(equation, OPAQUE)
 
 
 def is_jitted(jaxpr: core.Jaxpr) -> bool:

@@ -1,9 +1,11 @@
 """The units of a straight jaxpr, which become values of a graph: products, maps that treat rows alone, and calls.
 
-a dot_general of two matrices, once the axes of rows are one, is a product
+a dot_general of two matrices, once the axes of rows are one, is a product, and so is a ragged_dot_general of groups of
+rows
 equations that treat rows alone are maps: one for each array that something else reads, a sum that is finished for a
 whole row, or a value that two such arrays are made of
 a constraint, or a name, is a map that changes nothing: the value in memory takes it
+the largest magnitude of an array with rows, for a scale of 8 bits, is a maximum
 all other equations are calls, as attention is: those that need nothing of each other's products are one; so are those
 of dtypes that maps do not see, as those of 64 bits
 casts between floats are no equations: a map sees float32, and a product rounds its factors
@@ -17,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +35,12 @@ from coda_jax.graph.on_mesh import PVARY
 from coda_jax.graph.row_axes import REDUCTIONS
 from coda_jax.graph.values import is_float, is_seen
 from coda_jax.jaxprs.def_use import DefUse, free_variables, variables
+from coda_jax.jaxprs.walk import inner_jaxprs
+from coda_jax.operators.rounded_dot import largest_p
 
 CASTS = frozenset({"convert_element_type", "copy"}) | PVARY
+_SUMS = frozenset({"add", "add_any", "sub", "neg"})
+_LINEAR = _SUMS | {"mul"}  # of one array beside numbers, and vectors
 _COPIES = SHAPES | {"convert_element_type", "iota"}  # a value of these is no more than its argument
 
 
@@ -60,7 +66,7 @@ class Units:
     Attributes:
       rows: of its variables.
       dtype: of the products' factors.
-      kinds: of the equations: "product", "map", "cast", "call", or "absorbed" by a product.
+      kinds: of the equations: "product", "map", "cast", "maximum", "call", or "absorbed" by a product.
       makers: the number of the equation that a variable is a result of.
       readers: the numbers of the equations that read a variable; -1 for the results of all.
     """
@@ -78,6 +84,7 @@ class Units:
         self._move_masks_to_calls()
         self._move_passes_to_calls()
         self._move_copies_to_calls()
+        self._move_casts_to_calls()
         self._move_constraints_to_calls()  # on what has become a call's result
 
     def _products_dtype(self) -> np.dtype[Any]:
@@ -96,6 +103,8 @@ class Units:
             return "absorbed" if self._is_product(self.makers[equation.invars[0]]) else "call"
         if self._is_cast(equation):
             return "cast"
+        if equation.primitive is largest_p:
+            return "maximum" if self.rows.of(equation.invars[0]) else "call"
         if not all(is_seen(x.aval.dtype) for x in (*equation.invars, *equation.outvars)):
             return "call"
         if equation.primitive.name not in _COPIES and any(is_of_8_bits(x.aval.dtype) for x in equation.outvars):
@@ -113,7 +122,8 @@ class Units:
         """True for a product of matrices that is one of the graph's."""
         dot = self.rows.dots[number]
         is_copied = dot.order_b is not None and self.rows.of(dot.b)  # an activation that would be transposed
-        return dot.a.aval.dtype == self.dtype and not is_copied
+        is_of_rows = dot.has_matrices and bool(self.rows.of(dot.b))
+        return dot.a.aval.dtype == self.dtype and not is_copied and not is_of_rows
 
     def _is_cast(self, equation: Equation) -> bool:
         """True for a cast between floats, which changes no value here; exactly, for one to more precision.
@@ -121,6 +131,8 @@ class Units:
         One from 8 bits is none, though it changes no value either: a product's factors, whose casts are not seen, would
         be of 8 bits.
         """
+        if equation.primitive.name == "reshape":
+            return self._keeps_matrix(equation)
         if equation.primitive.name not in CASTS or not variables(equation.invars):
             return False
         before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
@@ -129,6 +141,13 @@ class Units:
         if not (is_float(before) and is_float(after) and is_seen(before) and is_seen(after)):
             return False
         return not (is_of_8_bits(before) or is_of_8_bits(after) or (self._is_exact and narrows(equation)))
+
+    def _keeps_matrix(self, reshape: Equation) -> bool:
+        """True for a reshape of an array without rows, as a weight (D, 2, F), that keeps its matrix, (D, 2 F)."""
+        x, (y,) = reshape.invars[0], reshape.outvars
+        if isinstance(x, core.Literal) or self.rows.of(x) or self.rows.of(y) or not is_seen(x.aval.dtype):
+            return False
+        return min(x.aval.ndim, y.aval.ndim) >= 2 and same_size(x.aval.shape[0], y.aval.shape[0])
 
     def _move_constraints_to_calls(self) -> None:
         """Leaves to the calls a constraint of what they give, and one that asks otherwise than an earlier one.
@@ -203,6 +222,17 @@ class Units:
             if kinds == {"call"} and equation.primitive.name != "name" and self._is_no_less(i, equation):
                 self.kinds[i] = "call"
 
+    def _move_casts_to_calls(self) -> None:
+        """Moves a cast to fewer bits into the operation that makes what it alone reads, as rows of an embedding."""
+        equations: list[Equation] = self.jaxpr.eqns
+        for i, equation in enumerate(equations):
+            if self.kinds[i] != "cast" or equation.primitive.name not in CASTS or not narrows(equation):
+                continue
+            x = equation.invars[0]
+            maker = self.maker(x, "call")
+            if self.is_tile(x) and set(self.readers[x]) == {i} and maker is not None and not inner_jaxprs(maker):
+                self.kinds[i] = "call"
+
     def _is_no_less(self, number: int, equation: Equation) -> bool:
         """True for copies, squares, casts to more bytes, and what is computed in float32 beside products of 16 bits."""
         if self.kinds[number] == "cast":
@@ -211,7 +241,66 @@ class Units:
         if self.kinds[number] != "map" or equation.primitive.name in REDUCTIONS:
             return False
         is_wide = all(x.aval.dtype.itemsize > self.dtype.itemsize for x in equation.outvars)
-        return is_wide or equation.primitive.name in _COPIES or is_square(equation)
+        is_copy = equation.primitive.name in _COPIES and not self._is_part_of_product(equation)
+        return is_wide or is_copy or is_square(equation)
+
+    def _is_part_of_product(self, equation: Equation) -> bool:
+        """True for some columns of what products make, as v is of one product for q, k and v: a tile of its own."""
+        if equation.primitive.name not in ("slice", "split"):
+            return False
+        x, parts = equation.invars[0], equation.outvars
+        while (number := self.makers.get(x, -1)) >= 0 and self.jaxpr.eqns[number].primitive.name in ("reshape", *CASTS):
+            x = self.jaxpr.eqns[number].invars[0]
+        return all(map(self.is_tile, parts)) and number >= 0 and self.kinds[number] in ("product", "absorbed", "map")
+
+    def is_read_in_halves(self, x: Any) -> bool:
+        """True for an array (..., 2 F) of which either half is read alone, also behind casts, names and constraints."""
+        for number in self.readers[x]:
+            reader = None if number < 0 else self.jaxpr.eqns[number]
+            if reader is None:
+                return False
+            if reader.primitive.name in CASTS | MARKS:
+                if not self.is_read_in_halves(reader.outvars[0]):
+                    return False
+            elif reader.primitive.name not in ("slice", "split") or any(
+                not same_size(2 * y.aval.shape[-1], x.aval.shape[-1]) for y in reader.outvars
+            ):
+                return False
+        return True
+
+    def parts_with_norms(self, x: Any) -> list[Any]:
+        """The parts of a product's columns, in order, if parts alone read it, and heads of some of them have norms.
+
+        As q, k and v of one product are, where heads of q and k have norms.
+        """
+        found: list[tuple[int, Any]] = []
+        open_ = [x]
+        while open_:
+            y = open_.pop()
+            for j in self.readers[y]:
+                equation = None if j < 0 else self.jaxpr.eqns[j]
+                if equation is not None and equation.primitive.name in ("reshape", *CASTS):
+                    open_ += equation.outvars
+                elif equation is None or not self._is_part_of_product(equation):
+                    return []
+                else:
+                    found += _parts(equation, self.rows.of(y))
+        found.sort(key=lambda part: part[0])
+        sizes = [math.prod(y.aval.shape[self.rows.of(y) :]) for y in (x, *(part for _, part in found))]
+        ends = [begin + size for (begin, _), size in zip(found, sizes[1:], strict=True)]
+        is_whole = [0, *ends] == [*(begin for begin, _ in found), sizes[0]]
+        return [y for _, y in found] if is_whole and any(self._has_sums_of_heads(y) for _, y in found) else []
+
+    def _has_sums_of_heads(self, x: Any) -> bool:
+        """True for columns whose heads have norms."""
+        open_ = [x]
+        while open_:
+            for equation in (self.jaxpr.eqns[j] for j in self.readers[open_.pop()] if j >= 0):
+                if equation.primitive.name in REDUCTIONS:
+                    return all(map(self.is_tile, equation.outvars))
+                if equation.primitive.name in ("reshape", *CASTS) or is_square(equation):
+                    open_ += equation.outvars
+        return False
 
     def kind_of_reader(self, number: int) -> str:
         """The kind of the equation with this number, or "result"."""
@@ -255,7 +344,7 @@ class Units:
                 if self.kinds[i] == "cast":
                     readers[x], is_cast_read[x] = used, is_read
                     continue
-                is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES)
+                is_anchor = is_read or (len(used) > 1 and equation.primitive.name not in _COPIES) or x in self._sums
                 is_anchor = is_anchor and x not in self._made_again
                 readers[x] = {x} if is_anchor else used
                 if is_anchor and not is_read:
@@ -267,6 +356,40 @@ class Units:
                 if len(tiles) <= 1 and any(self._tiles_read(y, anchors) - tiles - {x} for y in used):
                     anchors.remove(x)
         return anchors
+
+    @functools.cached_property
+    def _sums(self) -> set[Any]:
+        """Sums of several products that are read as the sum alone, and by more than a sum: values, kept as one array.
+
+        As x w + (x a) b of a low-rank adapter, in front of an activation.
+        """
+        if self._is_derivative:
+            return set()
+        counts: dict[Any, int] = {}  # of the products that a variable is a sum of
+        for i, equation in enumerate(self.jaxpr.eqns):
+            kind, name = self.kinds[i], equation.primitive.name
+            if kind == "product":
+                counts[self.rows.results[i]] = 1
+            elif kind == "cast" or (kind == "map" and (name in MARKS or name in _LINEAR)):
+                tiles = [x for x in variables(equation.invars) if self.is_tile(x)]
+                is_sum = len(equation.outvars) == 1 and all(x in counts and len(self.readers[x]) == 1 for x in tiles)
+                if tiles and is_sum and (len(tiles) == 1 or name != "mul"):
+                    counts[equation.outvars[0]] = sum(counts[x] for x in tiles)
+        return {x for x, count in counts.items() if count > 1 and self._is_read_in_maps(x, counts)}
+
+    def _is_read_in_maps(self, x: Any, sums: Collection[Any]) -> bool:
+        """True for a sum that an equation reads, also behind casts and copies, that is no sum itself."""
+        open_ = [x]
+        while open_:
+            for j in self.readers[open_.pop()]:
+                equation = None if j < 0 else self.jaxpr.eqns[j]
+                if equation is None or self.kinds[j] not in ("map", "cast"):
+                    continue
+                if equation.primitive.name in _COPIES:
+                    open_ += equation.outvars
+                elif equation.primitive.name not in _SUMS and not any(y in sums for y in equation.outvars):
+                    return True
+        return False
 
     @functools.cached_property
     def _made_again(self) -> set[Any]:
@@ -304,9 +427,16 @@ class Units:
         return is_derivative(self.jaxpr)
 
     def _is_value(self, equation: Equation, x: Any) -> bool:
-        """True for a map's result that is a value wherever it is read: a sum, and what a policy may keep."""
+        """True for a map's result that is a value wherever it is read: a sum, and what a policy may keep.
+
+        A sum of each head is none: an epilogue has whole heads, and makes the sum for itself. A maximum is one, of what
+        is stored.
+        """
         is_named = equation.primitive.name == "name" and not self._is_derivative
-        return equation.primitive.name in REDUCTIONS or ((is_named or x in self._kept) and is_float(x.aval.dtype))
+        is_finished = equation.primitive.name in REDUCTIONS
+        is_finished &= not self.is_tile(x) or equation.primitive.name != "reduce_sum"
+        is_finished |= equation.primitive.name in CUSTOM_VJPS and not self.is_tile(x)  # as known sums of rows
+        return is_finished or ((is_named or x in self._kept) and is_float(x.aval.dtype))
 
     def _tiles_read(self, x: Any, anchors: set[Any]) -> set[Any]:
         """The arrays with rows and columns that a value of a map is computed from."""
@@ -349,7 +479,9 @@ class Units:
         """All units, each after those whose results it reads."""
         anchors, units = self._anchors, list[Unit]()
         for i, equation in enumerate(self.jaxpr.eqns):
-            if self.kinds[i] == "product":
+            if self.kinds[i] == "maximum":
+                units.append(Unit(i, "maximum", [equation], equation.outvars, variables(equation.invars)))
+            elif self.kinds[i] == "product":
                 units.append(Unit(i, "product", [equation], [self.rows.results[i]], variables(equation.invars)))
             elif self.kinds[i] == "map":
                 for x in (x for x in equation.outvars if x in anchors):
@@ -446,6 +578,20 @@ class Units:
         while (cast := self.maker(x, "cast")) is not None:
             x = cast.invars[0]
         return x
+
+
+def _parts(cut: Equation, rows: int) -> Iterator[tuple[int, Any]]:
+    """The parts of columns that a slice or a split gives, each with its first column: of an axis behind these rows."""
+    shape, starts = cut.invars[0].aval.shape, cut.params.get("start_indices")
+    width = math.prod(shape[rows + 1 :])
+    if starts is None:
+        sizes = cut.params["sizes"] if cut.params["axis"] == rows else ()
+        begins = itertools.accumulate(sizes[:-1], initial=0)
+        yield from ((begin * width, y) for begin, y in zip(begins, cut.outvars, strict=False))
+    elif all(
+        same_size(*pair) for i, pair in enumerate(zip(shape, cut.outvars[0].aval.shape, strict=True)) if i != rows
+    ):
+        yield starts[rows] * width, cut.outvars[0]
 
 
 def narrows(cast: Equation) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.dots import Equation, is_dot
 from coda_jax.fusion.straight import is_stacked
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import variables
@@ -97,7 +97,7 @@ def words_of_call(steps: Sequence[Equation]) -> str:
     outer = ["scan" if is_stacked(step) else step.primitive.name for step in steps]
     if name := next((x for x in outer if x in CUSTOM_DERIVATIVES - {"custom_jvp_call"}), ""):
         return name.removesuffix("_call")
-    dots = [e for e in every if e.primitive.name == "dot_general"]
+    dots = [e for e in every if is_dot(e)]
     loops = {"scan", "while", "cond", "shard_map", "checkpoint", "remat", "remat2"}
     if dots and loops.isdisjoint(outer):
         return "attention" if any(e.params["dimension_numbers"][1][0] for e in dots) else "products"

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from coda_jax.graph.calls import Result
 from coda_jax.graph.plan import Plan
 from coda_jax.graph.run import run
-from coda_jax.graph.saved import as_equation, evaluated_again, keeps
+from coda_jax.graph.saved import as_equation, evaluated_again, keeps, named
 from coda_jax.graph.values import Leaf, Value
 
 if TYPE_CHECKING:
@@ -90,7 +89,8 @@ class _Again:
         """The plan that makes the results that are not given."""
         each = list(zip(self._values, self._dtypes, given, strict=True))
         known = [x for x, dtype, flag in each if flag and self._is_given(x, dtype)]
-        return Plan([x for x, _, flag in each if not flag], known, as_stored=self.derivative.as_stored)
+        wanted, derivative = [x for x, _, flag in each if not flag], self.derivative
+        return Plan(wanted, known, as_stored=derivative.as_stored, unread_rows=derivative.unread_rows)
 
     def function(self, plan: Plan, given: Sequence[bool]) -> Callable[..., list[jax.Array]]:
         """The arrays of the results as a function of those that are given, and of the graph's arguments."""
@@ -152,7 +152,7 @@ class _Again:
 
 def _named(x: Any, name: str | None) -> Any:
     """A result, maybe of several arrays, with the name by which policies keep it."""
-    return x if name is None else jax.tree.map(functools.partial(checkpoint_name, name=name), x)
+    return x if name is None else jax.tree.map(functools.partial(named, name=name), x)
 
 
 def _partly_evaluated(

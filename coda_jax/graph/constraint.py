@@ -77,6 +77,13 @@ class Constraint:
         own = [jax.P.UNCONSTRAINED if axis is None else entries[axis] for axis in axes]
         return self._of(jax.P(*own))
 
+    def without_axis(self, axis: int) -> Constraint | None:
+        """The same for an array without one of its axes; None where that one is sharded."""
+        sharding, rank = self._sharding, len(self.shape or ())
+        if not isinstance(sharding, NamedSharding) or _entries(sharding, rank)[axis] not in ((), jax.P.UNCONSTRAINED):
+            return None
+        return self.of_axes([i for i in range(rank) if i != axis])
+
     def _of(self, spec: jax.P) -> Constraint:
         """The same that asks for this spec, of all arrays that begin with its axes."""
         params = {**self.params, _key(self.primitive): NamedSharding(self._sharding.mesh, spec)}

@@ -45,6 +45,9 @@ from coda_jax.graph.values import (
     reachable,
     transposed,
 )
+from coda_jax.jaxprs.def_use import DefUse
+
+_COPIES = frozenset({"broadcast_in_dim", "reshape", "convert_element_type"})  # of zeros: zeros
 
 
 def cotangents_of(
@@ -178,9 +181,13 @@ def _cotangents_in_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
 
 
 def _product_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
-    a, b, product = recovered(y.a), recovered(y.b), functools.partial(Product, groups=y.groups)
-    if y.groups is not None and (y.transpose_a or y.transpose_b):
-        raise NotImplementedError("product of groups: there is a derivative where a is (M, K) and b (G, K, N)")
+    a, b = recovered(y.a), recovered(y.b)
+
+    def product(*factors: Value, **options: Any) -> Product:
+        made = Product(*factors, groups=y.groups, **options)
+        made.maps_zeros = y.maps_zeros
+        return made
+
     if y.transpose_a:
         da = product(b, dy, transpose_a=y.transpose_b, transpose_b=True, like=a)
     else:
@@ -321,9 +328,7 @@ def _is_zero(value: Value) -> bool:
     """True if it is zeros whatever its inputs: JAX's cotangent of an input that the result does not depend on."""
     if not isinstance(value, Map) or value.inputs:
         return False
-    equations, (out,) = value.jaxpr.jaxpr.eqns, value.jaxpr.jaxpr.outvars
-    if len(equations) == 1 and equations[0].primitive.name == "broadcast_in_dim":
-        (out,) = equations[0].invars
-    elif equations:
-        return False
+    (out,), makers = value.jaxpr.jaxpr.outvars, DefUse(value.jaxpr.jaxpr)
+    while (maker := makers.maker(out)) is not None and maker.primitive.name in _COPIES:
+        out = maker.invars[0]
     return isinstance(out, core.Literal) and not np.any(out.val)

@@ -6,9 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from coda_jax.epilogue.values import same_size
 from coda_jax.graph.calls import Call, Result
-from coda_jax.graph.plan import MOST_INSTRUCTIONS, Plan, fits_beside, program_beside, reason_beside
-from coda_jax.graph.pulled_back import Behind
-from coda_jax.graph.values import Map, Product, Value, reachable
+from coda_jax.graph.plan import (
+    MOST_INSTRUCTIONS,
+    Plan,
+    fits_beside,
+    is_column,
+    is_of_rows,
+    program_beside,
+    reason_beside,
+)
+from coda_jax.graph.pulled_back import Behind, pulls_back_attention
+from coda_jax.graph.values import Map, Product, Value, reachable, reachable_until
 
 
 def described(plan: Plan, name: str) -> str:
@@ -37,16 +45,35 @@ def _call_line(call: Call, beside: Mapping[Call, Sequence[Value]], behind: Mappi
 def why_by_xla(plan: Plan, value: Value) -> str:
     """Why no epilogue makes a value that is stored in memory."""
     place = plan.place[value]
+    if _sums_heads_behind_attention(value):
+        return "it reads what is summed over all heads of a row, and attention's kernels have one head at a time"
     if place.step < 0:
         return "of what is known before all products"
     if reason := not_local(value):
         return reason
-    read = reachable(value.inputs, [*plan.by_xla, *(x for step in plan.steps for x in step.stores)])
+    read = reachable_until(value.inputs, plan.is_in_memory)
     if not plan.too_long.isdisjoint([value, *read]):
         return f"with it an epilogue would have more than {MOST_INSTRUCTIONS} instructions"
+    if not plan.beyond_zero.isdisjoint([value, *read]):
+        return "it is not zeros in rows in no group, which an epilogue of groups stores as zeros"
     if any(not x.is_tile and x in plan.place and plan.place[x].step >= 0 for x in read):
         return "it reads what is summed over whole rows or columns"
     return "no product behind what it reads has its tiles"
+
+
+def _sums_heads_behind_attention(value: Value) -> bool:
+    """True for a tile that reads a sum along rows of dq, dk or dv, as behind a norm over all heads."""
+    near = _near(value.inputs)
+    if not any(isinstance(x, Result) and pulls_back_attention(x.call) for x in near):
+        return False
+    of_rows = (x for x in near if is_of_rows(x) or is_column(x))
+    sums = (x for x in of_rows if isinstance(x, Map) and any(y.is_tile for y in x.inputs))
+    return any(isinstance(y, Result) and pulls_back_attention(y.call) for x in sums for y in _near([x]))
+
+
+def _near(values: Sequence[Value]) -> list[Value]:
+    """The values and what they are made of, as far as products and results of calls."""
+    return reachable_until(values, lambda x: isinstance(x, Product | Result))
 
 
 def not_local(value: Value) -> str:

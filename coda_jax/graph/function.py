@@ -7,14 +7,13 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue.dtypes import TABLE, listed
 from coda_jax.epilogue.values import same_shape
@@ -26,7 +25,9 @@ from coda_jax.graph.kept import Answers, kept_values
 from coda_jax.graph.on_mesh import placed_as, reshaped_as
 from coda_jax.graph.plan import Plan, has_rows
 from coda_jax.graph.run import run
+from coda_jax.graph.saved import named
 from coda_jax.graph.values import Leaf, Map, Product, Value, reachable
+from coda_jax.graph.zero_rows import Groups, unread_rows
 from coda_jax.primitives.fallbacks import with_fallback_note
 from coda_jax.primitives.mesh_types import vary, varying_axes
 from coda_jax.primitives.plan_text import with_plan_text
@@ -123,7 +124,7 @@ class Graph:
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan that makes the outputs."""
-        return Plan(self.outputs, as_stored=seen_as_stored(self.outputs))
+        return Plan(self.outputs, as_stored=seen_as_stored(self.outputs), unread_rows=unread_rows(self.outputs))
 
     @functools.cached_property
     def weights(self) -> frozenset[Value]:
@@ -204,15 +205,15 @@ class Derivative:
     def _named(self, arrays: Sequence[Any]) -> list[Any]:
         """The outputs and the kept values, with the names under which policies keep them; of equal arrays one."""
         known: dict[Hashable, Any] = {}
-        named = []
+        results = []
         for i, (value, array) in enumerate(zip(self.forward_plan.wanted, arrays, strict=True)):
             key, name = (value, *(x.dtype for x in jax.tree.leaves(array))), self._policies_name(i)
             if name is not None:
                 if key not in known:
-                    known[key] = jax.tree.map(functools.partial(checkpoint_name, name=name), array)
+                    known[key] = jax.tree.map(functools.partial(named, name=name), array)
                 array = known[key]
-            named.append(array)
-        return named
+            results.append(array)
+        return results
 
     def _policies_name(self, i: int) -> str | None:
         """The name under which policies keep one of the outputs and the kept values; None where they do not."""
@@ -223,12 +224,17 @@ class Derivative:
     @functools.cached_property
     def forward_plan(self) -> Plan:
         """The plan that makes the outputs and the kept values."""
-        return Plan([*self.graph.outputs, *self.kept], as_stored=self.as_stored)
+        return Plan([*self.graph.outputs, *self.kept], as_stored=self.as_stored, unread_rows=self.unread_rows)
 
     @functools.cached_property
     def as_stored(self) -> frozenset[Value]:
         """The tiles of both passes that each reader sees as they are stored."""
         return seen_as_stored([*self.graph.outputs, *self._leaf_cotangents])
+
+    @functools.cached_property
+    def unread_rows(self) -> Mapping[Value, Groups]:
+        """`unread_rows` of both passes."""
+        return unread_rows([*self.graph.outputs, *self._leaf_cotangents])
 
     @functools.cached_property
     def _leaf_cotangents(self) -> list[Value]:
@@ -285,7 +291,8 @@ class Derivative:
             cotangents, leaf_cotangents = self._derived(absent)
             wanted = [x for x in leaf_cotangents if x is not None]
             as_stored = self.as_stored if not absent else self.as_stored | seen_as_stored(wanted)
-            plan = Plan(wanted, self.kept, as_stored=as_stored)
+            unread = self.unread_rows if not absent else unread_rows([*self.graph.outputs, *wanted])
+            plan = Plan(wanted, self.kept, as_stored=as_stored, unread_rows=unread)
             self._passes[absent] = BackwardPass(cotangents, leaf_cotangents, plan)
         return self._passes[absent]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -86,9 +87,23 @@ def wrong(every: Sequence[Judged]) -> list[Judged]:
     return sorted(found, key=lambda x: -x.error / (x.norm or 1.0))
 
 
-def names_of_arguments(arguments: tuple[Any, Any]) -> list[str]:
-    """The names of the leaves of (args, kwargs), by their paths: "argument 0['w']", "argument mask"."""
-    return [_name_of_argument(path) for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
+def names_of_arguments(arguments: tuple[Any, Any], parameters: Sequence[str] | None = None) -> list[str]:
+    """The names of the leaves of (args, kwargs), by their paths: "argument 0['w']", "argument mask".
+
+    Args:
+      arguments: both.
+      parameters: of the function, by place; then these begin the names, "params['w']", and so do keywords, "mask".
+    """
+    return [_name_of_argument(path, parameters) for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
+
+
+def parameters_of(f: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters that arguments are given to by place; empty if Python does not know them."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
 
 
 def names_of_results(results: Any) -> list[str]:
@@ -96,9 +111,11 @@ def names_of_results(results: Any) -> list[str]:
     return [f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(results)]
 
 
-def _name_of_argument(path: Any) -> str:
+def _name_of_argument(path: Any, parameters: Sequence[str] | None) -> str:
     kind, which, *rest = path
     first = f"argument {which.idx}" if kind.idx == 0 else f"argument {which.key}"
+    if parameters is not None and (kind.idx or which.idx < len(parameters)):
+        first = which.key if kind.idx else parameters[which.idx]
     return f"{first}{jax.tree_util.keystr(tuple(rest))}"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import remembered
+from coda_jax.graph.pulled_back import is_derivative_of_attention
 from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Transposed, Value, inputs_read, reachable
 
 
@@ -23,13 +24,21 @@ def kept_values(
 
     A value is kept if the backward pass reads it, unless it is as quickly computed again: maps of leaves alone that are
     tiles or read none, maps of one tile in memory, and transposed copies of these where an epilogue reads that tile.
-    The vectors that these read are kept. With `joins` maps of several tiles in memory are computed again too, where a
-    map of the backward pass reads all of these. Those of `as_stored` are not.
+    Arrays that attention's derivative reads are kept: a pass would have to make them. A product's parts, from which it
+    is recovered, are values of the forward pass.
+    The vectors that these read are kept. With `joins` maps of several tiles in memory, and their transposed copies, are
+    computed again too, where a map of the backward pass reads all of these. Those of `as_stored` are not.
     """
     read = _forward_values_read(outputs, cotangents)
     choice = _Choice(set(read), _read_together(outputs, cotangents) if joins else [])
+    of_attention = {
+        x
+        for y in reachable(cotangents)
+        if isinstance(y, Result) and is_derivative_of_attention(y.call)
+        for x in y.inputs
+    }
     for value in read:  # the values that it is made of have been decided before it
-        if value not in as_stored:
+        if value not in as_stored and value not in of_attention:
             choice.decide(value)
     return sorted(choice.kept, key=lambda value: value.number)
 
@@ -37,6 +46,7 @@ def kept_values(
 def _forward_values_read(outputs: Sequence[Value], cotangents: Sequence[Value]) -> list[Value]:
     """The values of the forward pass that a backward pass reads, without leaves; inputs before users."""
     forward = set(reachable(outputs))
+    forward.update(*(value.recovered.inputs for value in list(forward) if value.recovered is not None))
     calls = {value.call for value in forward if isinstance(value, Result)}
     origins = {value.origin for value in forward if isinstance(value, Map)}
     read, open_, seen = set[Value](), list(cotangents), set(cotangents)
@@ -84,11 +94,11 @@ class _Choice:
             if is_of_leaves(value):
                 self.kept.remove(value)
             elif (
-                len(sources) == 1
-                and not sources.isdisjoint(self.kept)
+                (len(sources) == 1 or any(sources <= one for one in self.together))
+                and all(x in self.kept for x in sources)
                 and all(isinstance(x, Map | Product) for x in sources)
             ):
-                self.kept.remove(value)  # an epilogue of the backward pass reads the one tile, and stores the copy
+                self.kept.remove(value)  # an epilogue of the backward pass reads the tiles, and stores the copy
                 self._keep_vectors(value)
         elif isinstance(value, Map) and not value.is_tile:
             if _is_of_vectors(value):

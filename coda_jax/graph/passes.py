@@ -42,14 +42,14 @@ def in_pass(value: Map | Transposed, inputs: Sequence[Part | Pieces]) -> Part | 
 
 
 def _seen(x: Any) -> Any:
-    return Pieces(list(map(_seen, x.parts))) if isinstance(x, Pieces) else jax.tree.map(as_seen, x)
+    return x.map(_seen) if isinstance(x, Pieces) else jax.tree.map(as_seen, x)
 
 
 def _varied(axes: frozenset[str], x: Any) -> Any:
     if not axes:
         return x
     if isinstance(x, Pieces):
-        return Pieces([_varied(axes, part) for part in x.parts])
+        return x.map(lambda part: _varied(axes, part))
     return jax.tree.map(lambda leaf: vary(axes, leaf)[0], x)
 
 
@@ -60,7 +60,7 @@ def _by_its_pullback(value: Map, inputs: Sequence[Part], bind: Bind) -> Part:
 
     def made(*inputs: Part) -> Part:
         (y,) = in_pieces(primal, [_seen(x) for x, flag in zip(inputs, is_read, strict=True) if flag], bind)
-        return y
+        return whole(y)
 
     def forward(*inputs: Part) -> tuple[Part, tuple[Part, ...]]:
         y = made(*inputs)

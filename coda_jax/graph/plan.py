@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +25,25 @@ import jax.numpy as jnp
 
 from coda_jax.epilogue import NotTileLocalError, trace
 from coda_jax.epilogue.code_size import instructions
-from coda_jax.epilogue.dtypes import FLOAT32
+from coda_jax.epilogue.dtypes import FLOAT32, is_of_8_bits
 from coda_jax.epilogue.program import Program
 from coda_jax.epilogue.values import same_shape, same_size
 from coda_jax.graph.attended import is_attended, may_join
 from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.pulled_back import Behind, behind_attention
-from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Transposed, Value, inputs_read, is_float, reachable
+from coda_jax.graph.values import (
+    ForEachRow,
+    Leaf,
+    Map,
+    Product,
+    Transposed,
+    Value,
+    inputs_read,
+    is_float,
+    reachable,
+    reachable_until,
+)
+from coda_jax.graph.zero_rows import Groups, ZeroRows
 
 # The most instructions of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048)
 # @ (2048, 8192) on an H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, 2 % slower at 513.
@@ -65,6 +77,7 @@ class Plan:
       wanted: the values to compute.
       given: values that are known, beside the leaves.
       as_stored: tiles that each reader sees as they are stored.
+      unread_rows: as by the function of this name.
 
     Attributes:
       steps: the products, in order.
@@ -75,13 +88,21 @@ class Plan:
       factors_alone: the tiles in memory that products alone read, as factors.
       leaves_of_passes: the leaves that passes of XLA's read.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
+      beyond_zero: maps that are not zeros in rows in no group, where an epilogue of groups would store zeros.
       epilogues: a cache for the function that runs the plan, by the step's number.
       traces: another, of the traces of epilogues, by what they compute.
     """
 
-    def __init__(self, wanted: Sequence[Value], given: Iterable[Value] = (), as_stored: frozenset[Value] = frozenset()):
+    def __init__(
+        self,
+        wanted: Sequence[Value],
+        given: Iterable[Value] = (),
+        as_stored: frozenset[Value] = frozenset(),
+        unread_rows: Mapping[Value, Groups] | None = None,
+    ):
         self.wanted, self.given, self.as_stored = list(wanted), frozenset(given), as_stored
-        order = reachable(wanted, self.given)
+        self._unread_rows = unread_rows or {}
+        order = _in_late_order(reachable(wanted, self.given), self.given)
         products = [value for value in order if isinstance(value, Product) and value not in self.given]
         self.steps = [Step(product, []) for product in products]
         self._number = {product: i for i, product in enumerate(products)}
@@ -89,6 +110,8 @@ class Plan:
         self._lengths = [0] * len(products)  # of their epilogues, in instructions
         self._halves: dict[int, set[bool | None]] = {}  # whether maps that joined take columns apart as halves
         self.too_long: set[Value] = set()
+        self.beyond_zero: set[Value] = set()
+        self._zero_rows = ZeroRows()
         self.epilogues: dict[int, Callable[..., Any]] = {}
         self.traces: dict[Hashable, dict[Any, Any]] = {}
         self.place: dict[Value, Place] = {}
@@ -113,7 +136,13 @@ class Plan:
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
         self.behind: dict[Call, Behind] = behind_attention(
-            self.by_xla, order, self._epilogue, frozenset(wanted), self.as_stored, self._is_read_behind
+            self.by_xla,
+            order,
+            self._epilogue,
+            frozenset(wanted),
+            self.as_stored,
+            self._is_read_behind,
+            self._is_made_again_behind,
         )
 
     # --- where values are known
@@ -144,7 +173,11 @@ class Plan:
         assert isinstance(value, Map)
         if not _is_of_groups(value, product):
             return False
-        tiles = [x for x in value.inputs if x.is_tile and not self._may_be_table(x, product)]
+        is_zero = not product.maps_zeros or product.groups in self._zero_rows.groups_of(value)
+        if not is_zero and product.groups not in self._unread_rows.get(value, ()):
+            self.beyond_zero.add(value)
+            return False
+        tiles = [x for x in value.inputs if x.is_tile and not self._may_be_table(x)]
         if not all(fits_beside(x, product) for x in tiles) or not is_local(value, product.shape):
             return False
         program = program_beside(value, product.shape)
@@ -159,10 +192,9 @@ class Plan:
         self._lengths[step] = length
         return True
 
-    def _may_be_table(self, value: Value, product: Product) -> bool:
-        """True for what may be a table of heads: a leaf, or what is known before all products and has other rows."""
-        is_known = self.place[value].step < 0 and not same_size(value.shape[0], product.shape[0])
-        return isinstance(value, Leaf) or is_known
+    def _may_be_table(self, value: Value) -> bool:
+        """True for what may be a table of heads: a leaf, or what is known before all products."""
+        return isinstance(value, Leaf) or self.place[value].step < 0
 
     def _fits_beside(self, value: Value, step: int) -> bool:
         """False for a slice of the columns: it is stored, and its readers are placed after the product."""
@@ -182,6 +214,10 @@ class Plan:
         )
 
     # --- which values are in memory
+
+    def is_in_memory(self, value: Value) -> bool:
+        """True for what a product's epilogue stores, or XLA."""
+        return value in self._in_memory
 
     def _ask(self, value: Value) -> None:
         """Notes that the value is needed in memory."""
@@ -206,6 +242,10 @@ class Plan:
         by_xla = isinstance(value, Map) and value not in self.given and value not in self._epilogue
         is_inlined = by_xla and value not in self._in_memory and value not in self.as_stored
         return value.inputs if is_inlined else None
+
+    def read_by_pass(self, value: Value) -> list[Value]:
+        """The values in memory, and the leaves, that the pass reads which makes this value."""
+        return _leaves(value.inputs, self._pass_inputs)
 
     def _read_by_passes(self) -> list[Value]:
         def inputs_of(value: Value) -> Sequence[Value] | None:
@@ -248,17 +288,28 @@ class Plan:
 
     def is_known_before(self, y: Result) -> Callable[[Value], bool]:
         """A function that tells whether a value is known before attention, whose result y is, has run."""
+        first = y.call.results[0].number  # values with smaller numbers are not made of it
+
+        def is_before(x: Value) -> bool:
+            return x.number < first or x in self.given
+
         return lambda x: (
             self.place[x] <= self.place[y]
-            and y.call not in {of.call for of in reachable([x], self.given) if isinstance(of, Result)}
+            and not any(isinstance(of, Result) and of.call is y.call for of in reachable_until([x], is_before))
         )
 
     def _is_read_behind(self, x: Value, gradient: Result) -> bool:
         """Whether a value is known before a derivative of attention, and is no large tile that a pass has to make."""
         is_there = x in self._in_memory or x in self.given or isinstance(x, Leaf) or not x.is_tile
         if not is_there and self.place[x].step < 0:
-            is_there = 4 * x.shape[1] <= gradient.shape[1]  # a table of heads, maybe
+            is_there = not _is_large(x, gradient)  # a table of heads, maybe
         return is_there and self.is_known_before(gradient)(x)
+
+    def _is_made_again_behind(self, x: Value, gradient: Result) -> bool:
+        """Whether the kernels of a derivative of attention compute a tile again, of large tiles in memory."""
+        if not x.is_tile or self._pass_inputs(x) is None:
+            return False
+        return any(_is_large(of, gradient) for of in _leaves([x], self._pass_inputs) if of.is_tile)
 
     def read_beside(self, y: Result) -> list[Value]:
         """The scalars that the maps beside a result of attention read."""
@@ -338,6 +389,11 @@ class Plan:
         return {x for x in leaves if x.is_tile}
 
 
+def _is_large(x: Value, gradient: Value) -> bool:
+    """True for a tile that has about as many columns as a gradient, or more: no table of heads."""
+    return bool(4 * x.shape[1] > gradient.shape[1])
+
+
 def _leaves(values: Iterable[Value], inputs_of: Callable[[Value], Iterable[Value] | None]) -> list[Value]:
     """The values, each once, after replacing a value by its `inputs_of`, repeatedly; None keeps the value."""
     leaves: dict[Value, None] = {}
@@ -361,6 +417,32 @@ def _takes_halves(program: Program) -> bool | None:
     if program.halves.head or program.columns:
         return False
     return True if program.halves.count > 1 else None
+
+
+def _in_late_order(order: Sequence[Value], given: Collection[Value]) -> list[Value]:
+    """The values, with products that read a factor which is made again behind all that make the factor's cotangent.
+
+    As h^T dy behind the last product whose sum is h's cotangent, and x8^T t8, of a transposed copy, behind the last
+    t8 W8^T: the epilogue there reads what h is made of, or x, and so makes the factor.
+    """
+    last = {value.like: i for i, value in enumerate(order) if isinstance(value, Product) and value.like is not None}
+    places: dict[Value, float] = {}
+    for i, value in enumerate(order):
+        behind = [last[x] + 0.5 for x in _made_again(value, given) if x in last]
+        places[value] = max([i, *behind, *(places[x] for x in value.inputs if x in places)])
+    return sorted(order, key=places.__getitem__)
+
+
+def _made_again(value: Value, given: Collection[Value]) -> list[Value]:
+    """The factors of a product that are maps of given tiles, and those of which it reads copies in 8 bits."""
+    if not isinstance(value, Product):
+        return []
+    copies = [x.inputs[0] for x in value.inputs if isinstance(x, Transposed)]
+    found = [x for x in copies if is_of_8_bits(x.dtype)]
+    if not value.transpose_a or not isinstance(value.a, Map) or value.a in given:
+        return found
+    sources = _leaves(value.a.inputs, lambda x: x.inputs if isinstance(x, Map) and x not in given else None)
+    return [*found, value.a] if any(x.is_tile and x in given for x in sources) else found
 
 
 def _is_of_groups(value: Value, product: Product) -> bool:

@@ -4,17 +4,21 @@
     max |t|,  sum(q dq) + sum(k dk) + sum(v dv)                     behind the derivative of coda.attention(q, k, v)
 
 All that reads dq, dk and dv joins, or nothing does: tiles that have the columns of one, or join those of several, made
-of single elements, or of the pairs of a head's halves, and of tables of heads, numbers of each row, scalars and tiles
-that are known before, as `attend.gradients` says of the programs; transposes of such tiles in 8 bits; sums along rows,
-and along columns, as the gradient of a projection's bias; and maxima. Each sees the gradients as they are stored, so
-that tiles are those of a pass. Where a vector cannot join, passes make all vectors, of the tiles in memory.
+of single elements, or of the pairs of a head's halves, of sums and maxima of each head, as the derivative of a norm of
+heads has them, and of tables of heads, numbers of each row and of a head's columns, scalars and tiles that are known
+before, as `attend.gradients` says of the programs; transposes of such tiles in 8 bits; sums along rows, and along
+columns, as the gradient of a projection's bias or of a norm's scale; and maxima. What is made of tiles in memory and is
+not itself there is computed again in the kernels, as what a norm makes of its input. Each sees the gradients as they
+are stored, so that tiles are those of a pass. Where a vector cannot join, passes make all vectors, of the tiles in
+memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence, Set
+import heapq
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +41,12 @@ from coda_jax.graph.pieces import Pieces, as_type, in_pieces
 from coda_jax.graph.values import Map, Transposed, Value, inputs_read, is_float, reachable
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
+from coda_jax.jaxprs.def_use import DefUse
 from coda_jax.jaxprs.evaluate import bound, evaluate
+from coda_jax.jaxprs.walk import equations
 
 _VIEWS = frozenset({"reshape", "name", "sharding_constraint"})  # of gradients, that keep their values and their order
+_VIEWS_OF_SUMS = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +79,8 @@ class Behind:
       gradients: dq, dk and dv.
       tiles: in memory, each of columns of one of the three or of several; maybe a gradient itself.
       vectors: maps of the gradients and of tiles behind them that are no tiles themselves.
-      maps: all that are between the gradients and these, and these, inputs before users.
+      maps: all that are between the gradients and these, and these, and what is computed again for them, inputs before
+        users.
       read: the other values that the maps read.
     """
 
@@ -100,6 +108,7 @@ def behind_attention(
     wanted: Set[Value],
     as_stored: Set[Value],
     is_known: Callable[[Value, Result], bool],
+    made_again: Callable[[Value, Result], bool],
 ) -> dict[Call, Behind]:
     """For each derivative of attention the maps of dq, dk and dv that its kernels make: all of them, or it has none.
 
@@ -110,20 +119,25 @@ def behind_attention(
       wanted: values that somebody else reads.
       as_stored: tiles that each reader sees as they are stored.
       is_known: whether a value is in memory, or a vector, and known before a call that has this result.
+      made_again: whether it is a map that is computed again where it is read, of tiles as large as the result.
     """
-    found = {}
+    found, made = {}, frozenset(by_xla)
+    readers: dict[Value, list[int]] = {}
+    for number, value in enumerate(order):
+        for x in inputs_read(value):
+            readers.setdefault(x, []).append(number)
     for call in dict.fromkeys(x.call for x in by_xla if isinstance(x, Result)):
         derivative = _derivative_of(call)
         gradients = () if derivative is None else tuple(call.results[i] for i in derivative.results)
-        if derivative is None or not all(x in by_xla for x in gradients):
+        if derivative is None or not made.issuperset(gradients):
             continue
         if not all(
             same_shape(x.shape, _as_matrix(of.shape)) for x, of in zip(gradients, derivative.types, strict=True)
         ):
             continue
         for with_vectors in (True, False):
-            behind = _behind(gradients, by_xla, order, epilogues, with_vectors)
-            if behind is None or not wanted.isdisjoint((*gradients, *behind.maps)):
+            behind = _behind(gradients, made, order, readers, epilogues, made_again, with_vectors)
+            if behind is None or not wanted.isdisjoint((*gradients, *set(behind.maps).difference(behind.vectors))):
                 continue
             reads_rounded = any(x in as_stored and x in behind.maps for of in behind.maps for x in inputs_read(of))
             is_there = all(is_known(x, gradients[0]) for x in behind.read)
@@ -138,9 +152,24 @@ def _as_matrix(shape: Sequence[Any]) -> tuple[Any, Any]:
     return batch * rows, heads * width
 
 
+def is_derivative_of_attention(call: Call) -> bool:
+    """True for the derivative of attention by kernels, on meshes too."""
+    if "is derivative" not in call.traces:
+        call.traces["is derivative"] = any(e.primitive in backward_primitives for e, _ in equations(call.jaxpr.jaxpr))
+    return bool(call.traces["is derivative"])
+
+
+def pulls_back_attention(call: Call) -> bool:
+    """True for the derivative of attention, whose kernels may make maps in the place of dq, dk and dv."""
+    return _derivative_of(call) is not None
+
+
 def _derivative_of(call: Call) -> _Derivative | None:
-    """A call as the derivative of attention; None of another, of attention by XLA, and over explicit or manual axes."""
-    if call.is_on_mesh:
+    """A call as the derivative of attention; None of another, of attention by XLA, and on a mesh of several devices.
+
+    Devices that have other heads would exchange the columns of dq, dk and dv that tiles join.
+    """
+    if call.is_on_mesh or jax.sharding.get_abstract_mesh().size > 1:
         return None
     if "derivative of attention" not in call.traces:
         call.traces["derivative of attention"] = _derivative_in(call.jaxpr)
@@ -183,36 +212,65 @@ def _result_of(jaxpr: core.Jaxpr, variable: Any) -> int | None:
 
 def _behind(
     gradients: Sequence[Any],
-    by_xla: Sequence[Value],
+    by_xla: Set[Value],
     order: Sequence[Value],
+    readers: Mapping[Value, Sequence[int]],
     epilogues: Collection[Value],
+    made_again: Callable[[Value, Result], bool],
     with_vectors: bool,
 ) -> Behind | None:
     """The maps of dq, dk and dv, if passes make all of them, and the tiles that anything else reads are in memory.
 
     Args:
+      readers: for each value the places in `order` of those that read it.
       with_vectors: whether also those that are no tiles; else passes make them of tiles in memory.
     """
     dq, dk, dv = gradients
     tiles: dict[Value, None] = dict.fromkeys(gradients)  # also those that are computed again where they are read
     maps: list[Map | Transposed] = []
     in_memory: set[Value] = set()
-    for value in order:
-        of = [x for x in inputs_read(value) if x in tiles]
-        if value in tiles or not of:
+    heap = [number for x in gradients for number in readers.get(x, ())]
+    heapq.heapify(heap)
+    seen: set[Value] = set()
+    while heap:
+        value = order[heapq.heappop(heap)]
+        if value in seen:
             continue
+        seen.add(value)
         if isinstance(value, Map | Transposed) and value not in epilogues and (with_vectors or value.is_tile):
             maps.append(value)
             if value.is_tile:
                 tiles[value] = None
+                for number in readers.get(value, ()):
+                    heapq.heappush(heap, number)
         else:
-            in_memory.update(of)
+            in_memory.update(x for x in inputs_read(value) if x in tiles)
     if not maps or not in_memory.issubset(by_xla):
         return None
     stored = tuple(x for x in tiles if x in in_memory or (x in by_xla and x not in gradients))
     vectors = tuple(x for x in maps if x not in tiles)
-    read = dict.fromkeys(x for value in maps for x in inputs_read(value) if x not in tiles)
-    return Behind((dq, dk, dv), stored, vectors, tuple(maps), tuple(read))
+    again, read = _read(maps, tiles, lambda x: made_again(x, dq))
+    maps_in_order = sorted([*again, *maps], key=lambda value: value.number)
+    return Behind((dq, dk, dv), stored, vectors, tuple(maps_in_order), tuple(read))
+
+
+def _read(
+    maps: Sequence[Map | Transposed], tiles: Collection[Value], made_again: Callable[[Value], bool]
+) -> tuple[list[Map | Transposed], list[Value]]:
+    """The maps that are computed again for these, and the values that all of them read, but for `tiles`."""
+    again: dict[Map | Transposed, None] = {}
+    read: dict[Value, None] = {}
+    open_ = list(reversed(maps))
+    while open_:
+        for x in inputs_read(open_.pop()):
+            if x in tiles or x in again or x in read:
+                continue
+            if isinstance(x, Map | Transposed) and made_again(x):
+                again[x] = None
+                open_.append(x)
+            else:
+                read[x] = None
+    return list(again), list(read)
 
 
 def _may_be_made(behind: Behind, derivative: _Derivative) -> bool:
@@ -261,7 +319,8 @@ def _made(
       types: of the operands.
       dtypes: of the tiles.
     """
-    traced = _traced(behind, types)
+    bodies = [x.body for x in behind.maps if isinstance(x, Map)]
+    traced = bodies[0].once(("behind attention", _structure(behind, types)), lambda: _traced(behind, types))
     if traced is None:
         return None
     dq, dk, dv = (epilogue.program for epilogue in traced.epilogues)
@@ -272,6 +331,20 @@ def _made(
             return None
     q, k, v = derivative.types
     return (traced, gradients) if makes_gradients(gradients, q, k, v, derivative.spec) else None
+
+
+def _structure(behind: Behind, types: Sequence[Any]) -> Hashable:
+    """All that `_traced` depends on: maps of equal layers share their bodies."""
+    numbers = {x: i for i, x in enumerate((*behind.gradients, *behind.read, *behind.maps))}
+
+    def of(x: Map | Transposed) -> Hashable:
+        body = (x.body, x.index, x.is_rounded) if isinstance(x, Map) else None
+        is_maximum = isinstance(x, Map) and _is_maximum(x)
+        return body, is_maximum, x.dtype, x.is_tile, tuple(numbers[y] for y in inputs_read(x))
+
+    given = [(x.shape, x.dtype) for x in (*behind.gradients, *types)]
+    made = tuple(tuple(numbers[x] for x in each) for each in (behind.tiles, behind.vectors))
+    return tuple(given), tuple(map(of, behind.maps)), made
 
 
 def _traced(behind: Behind, types: Sequence[Any]) -> _Traced | None:
@@ -346,7 +419,7 @@ def _of_tile(value: Map | Transposed, inputs: Sequence[Any], behind: Behind) -> 
 
 def _seen(x: Any) -> Any:
     """An array or pieces as a map sees them."""
-    return Pieces(list(map(_seen, x.parts))) if isinstance(x, Pieces) else as_seen(x)
+    return x.map(_seen) if isinstance(x, Pieces) else as_seen(x)
 
 
 def _of_vector(value: Map | Transposed, inputs: Sequence[Any], behind: Behind) -> dict[int, jax.Array]:
@@ -356,16 +429,36 @@ def _of_vector(value: Map | Transposed, inputs: Sequence[Any], behind: Behind) -
     of = _gradients_of(value, behind)
     if _is_maximum(value) and isinstance(inputs[0], Pieces):
         return {i: in_pieces(jaxpr, [part], bind)[0] for i, part in zip(of, inputs[0].parts, strict=True)}
-    (x,) = in_pieces(jaxpr, inputs, bind)
+    summand = _summand(value) if len(of) > 1 else None
+    (x,) = in_pieces(jaxpr if summand is None else summand, inputs, bind)
     parts: Sequence[Any] = x.parts if isinstance(x, Pieces) else [x]
     if len(parts) != len(of):
         raise _NotJoined
+    if summand is not None:
+        parts = [jnp.sum(part, axis=1).reshape(value.shape) for part in parts]
     return dict(zip(of, parts, strict=True))
 
 
 def _is_maximum(value: Map) -> bool:
     """Whether a vector is the largest magnitude of its input."""
     return any(x.amax is value for x in value.inputs)
+
+
+def _summand(value: Map) -> core.ClosedJaxpr | None:
+    """The function of what a map reads whose sum along rows is the vector; None for another vector."""
+
+    def make() -> core.ClosedJaxpr | None:
+        closed = value.primal()[0]
+        def_use, out = DefUse(closed.jaxpr), closed.jaxpr.outvars[0]
+        while (equation := def_use.maker(out)) is not None and equation.primitive.name in _VIEWS_OF_SUMS:
+            out = equation.invars[0]
+        if equation is None or equation.primitive.name != "reduce_sum" or tuple(equation.params["axes"]) != (1,):
+            return None
+        jaxpr = closed.jaxpr.replace(outvars=[equation.invars[0]])
+        return core.ClosedJaxpr(jaxpr, closed.consts)
+
+    found: core.ClosedJaxpr | None = value.body.once(("summand",), make)
+    return found
 
 
 # ---- as it runs
@@ -417,5 +510,10 @@ def called_behind(
                 of_vectors[x].append(next(remaining))
     for x, of in of_vectors.items():
         assert isinstance(x, Map)
-        made[x] = functools.reduce(jnp.maximum, of) if _is_maximum(x) or len(of) == 1 else jnp.concatenate(of, axis=-1)
+        if len(of) == 1:
+            (made[x],) = of
+        elif _is_maximum(x):
+            made[x] = functools.reduce(jnp.maximum, of)
+        else:
+            made[x] = jnp.concatenate(of, axis=-1) if _summand(x) is None else functools.reduce(jnp.add, of)
     return found, made

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,11 +88,15 @@ class Rounding:
       recipe: the dtypes and the scaling.
       history: (2 H,), of x and of the cotangent of x w; None for none.
       array: the history (2, H), where lines are run as plain JAX.
+      scales: of x, w and the cotangent; None for that of a history, or of the tensor's own largest value.
+      is_cotangent: which factors are cotangents, of `recipe.gradient_dtype`.
     """
 
     recipe: Recipe
     history: Value | None = None
     array: jax.Array | None = None
+    scales: tuple[Value | None, Value | None, Value | None] = (None, None, None)
+    is_cotangent: tuple[bool, bool] = (False, False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,24 +121,32 @@ class Scales:
 
 def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     """x w for x (M, K) and w (K, N)."""
+    return product_and_result(x, w, rounding)[1]
+
+
+def product_and_result(x: Value, w: Value, rounding: Rounding) -> tuple[Product, Value]:
+    """The product of the factors in 8 bits, and x w for x (M, K) and w (K, N)."""
     recipe, history = rounding.recipe, rounding.history
     is_transposed = isinstance(w, Transposed)
-    weight = w.inputs[0] if is_transposed else w
+    rows, weight = x.inputs[0] if isinstance(x, Transposed) else x, w.inputs[0] if is_transposed else w
     is_kept = weight.is_factor
     if is_kept:  # the rounded weight is kept, not the one in the products' dtype
         weight = weight.inputs[0] if isinstance(weight, Map) and weight.is_weight else weight
         weight.is_factor = False
-    x_scale, dy_scale = (
-        (None, None) if history is None or recipe.scaling == "current" else _history_scales(history, recipe)
-    )
-    (x8, x_scale), (w8, w_scale) = rounded(x, recipe.dtype, x_scale), rounded(weight, recipe.dtype)
+    x_scale, w_scale, dy_scale = rounding.scales
+    if history is not None and recipe.scaling == "delayed":
+        own, dy_scale = _history_scales(history, recipe)
+        x_scale = own if x_scale is None else x_scale
+    dtypes = [_dtype_of(recipe, flag) for flag in rounding.is_cotangent]
+    (x8, x_scale), (w8, w_scale) = rounded(rows, dtypes[0], x_scale), rounded(weight, dtypes[1], w_scale)
     w8.is_factor = is_kept
+    x8 = x8 if rows is x else transposed(x8)
     acc = Product(x8, w8 if is_transposed else transposed(w8), transpose_b=True)
-    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(x))
+    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(rows))
     y: Value = make_map(
         _unscaled, acc, x_scale, w_scale, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale"
     )
-    return y
+    return acc, y
 
 
 def rounded(x: Value, dtype: np.dtype[Any], scale: Value | None = None) -> tuple[Value, Value]:
@@ -165,6 +177,17 @@ def _history_scales(history: Value, recipe: Recipe) -> tuple[Value, Value]:
     return x_scale, dy_scale
 
 
+def scale_of_all(histories: Sequence[Value], recipe: Recipe) -> Value:
+    """The scale of an array that several products read, each with a history (2 H,): that of the largest maximum."""
+
+    def scale(*histories: jax.Array) -> jax.Array:
+        largest_of_each = [jnp.max(_finite(jnp.split(history, 2)[0])) for history in histories]
+        return history_scale(jnp.stack(largest_of_each), recipe)
+
+    value: Value = make_map(scale, *histories, derived="scale")
+    return value
+
+
 def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
     """Pairs: a product's factors and the cotangents of the unrounded ones; its history and this step's maxima."""
     assert y.scales is not None
@@ -177,26 +200,31 @@ def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
         (y.b, transposed(dw) if is_copy else dw),
     ]
     if y.scales.history is not None:
-        inputs = y.scales.history, y.scales.amax, amax_of(dy)
-        in_front = functools.partial(_in_front, recipe=y.scales.recipe)
-        pairs.append((y.scales.history, make_map(in_front, *inputs, derived="history")))
+        inputs = y.scales.history, y.scales.amax, amax_of(dy), y.scales.a
+        of_history = functools.partial(history_gradient, recipe=y.scales.recipe)
+        pairs.append((y.scales.history, make_map(of_history, *inputs, derived="history")))
     return pairs
 
 
-def _in_front(history: jax.Array, *amaxes: jax.Array, recipe: Recipe) -> jax.Array:
-    """The cotangent of a history (2 H,): the maxima, and where H leaves room for it whether values were clipped."""
+def history_gradient(
+    history: jax.Array, amax: jax.Array, cotangent_amax: jax.Array, scale: jax.Array | None = None, *, recipe: Recipe
+) -> jax.Array:
+    """The cotangent of a history (2 H,): the maxima, and where H leaves room for it whether values were clipped.
+
+    Args:
+      history: of a product.
+      amax, cotangent_amax: this step's maxima, of the product's input and of its result's cotangent.
+      scale: of the input; None for that of the history.
+      recipe: of the product.
+    """
     steps = history.shape[0] // 2
     rows = []
-    for i, (of, amax) in enumerate(zip(jnp.split(history, 2), amaxes, strict=True)):
-        is_clipped = jnp.float32(0) if recipe.scaling == "current" else _is_clipped(amax, of, recipe, bool(i))
-        rows += [jnp.stack([_finite(amax), is_clipped])[:steps], jnp.zeros(max(steps - 2, 0))]
+    for i, (row, largest_one) in enumerate(zip(jnp.split(history, 2), (amax, cotangent_amax), strict=True)):
+        own = scale if scale is not None and not i else history_scale(row, recipe, is_cotangent=bool(i))
+        is_beyond = largest_one * own > float(jnp.finfo(_dtype_of(recipe, bool(i))).max)
+        is_clipped = jnp.float32(0) if recipe.scaling == "current" else is_beyond.astype(FLOAT32)
+        rows += [jnp.stack([_finite(largest_one), is_clipped])[:steps], jnp.zeros(max(steps - 2, 0))]
     return jnp.concatenate(rows)
-
-
-def _is_clipped(amax: jax.Array, history: jax.Array, recipe: Recipe, is_cotangent: bool) -> jax.Array:
-    """1 where values of this magnitude are beyond the range that the history's scale leaves, else 0."""
-    scale = history_scale(history, recipe, is_cotangent=is_cotangent)
-    return (amax * scale > float(jnp.finfo(_dtype_of(recipe, is_cotangent)).max)).astype(FLOAT32)
 
 
 def _dtype_of(recipe: Recipe, is_cotangent: bool) -> np.dtype[Any]:
@@ -231,9 +259,9 @@ def factor_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
 
 def scale_of(amax: jax.Array, *, dtype: Any) -> jax.Array:
     """The scale of a tensor whose largest magnitude is amax."""
-    most = float(jnp.finfo(dtype).max)
-    exponent = jnp.floor(jnp.log2(most / jnp.maximum(amax, LEAST_AMAX)))
-    return jnp.exp2(exponent)
+    quotient = float(jnp.finfo(dtype).max) / jnp.maximum(amax.astype(FLOAT32), LEAST_AMAX)
+    exponent = jax.lax.bitcast_convert_type(quotient, jnp.int32) & 0x7F800000  # exact, as exp2 is not everywhere
+    return jnp.where(jnp.isnan(quotient), quotient, jax.lax.bitcast_convert_type(exponent, FLOAT32))
 
 
 def history_scale(history: jax.Array, recipe: Recipe, *, is_cotangent: bool = False) -> jax.Array:
@@ -275,7 +303,7 @@ def _backward(recipe: Recipe, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.
     dx, dw = _unscaled(_wide(g8) @ _wide(w8).T, u, t), _unscaled(_wide(x8).T @ _wide(g8), s, u)
     if history is None:
         return dx, dw, None
-    return dx, dw, _in_front(history.ravel(), amax, largest(dy), recipe=recipe).reshape(history.shape)
+    return dx, dw, history_gradient(history.ravel(), amax, largest(dy), recipe=recipe).reshape(history.shape)
 
 
 _product.defvjp(_forward, _backward)

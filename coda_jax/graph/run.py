@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from coda_jax.epilogue import ByGroup
 from coda_jax.epilogue.dtypes import is_of_8_bits
@@ -24,8 +23,20 @@ from coda_jax.graph.passes import in_pass
 from coda_jax.graph.pieces import Part, Pieces, as_type, whole
 from coda_jax.graph.plan import Plan, Step, has_halves, has_rows, is_of_rows
 from coda_jax.graph.pulled_back import Behind, called_behind
+from coda_jax.graph.saved import named
 from coda_jax.graph.unflattened import Unflattened
-from coda_jax.graph.values import ForEachRow, Leaf, Map, Product, Transposed, Value, is_float, reachable, source_of
+from coda_jax.graph.values import (
+    ForEachRow,
+    Leaf,
+    Map,
+    Product,
+    Transposed,
+    Value,
+    is_float,
+    reachable,
+    reachable_until,
+    source_of,
+)
 from coda_jax.jaxprs.source_lines import at_line_of
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.derivative import Options, Parts, product
@@ -173,12 +184,16 @@ class _Run:
 
     def _in_pass(self, value: Value) -> Part | Pieces:
         """A map or a transpose, as a pass of XLA's makes it; what it reads is made in the same pass or known."""
-        for of in reachable([value], {*self.arrays, *self._by_xla} - {value}) if self._behind else ():
+        made = self.passing
+
+        def is_read(x: Value) -> bool:
+            return x is not value and (x in self.arrays or x in self._by_xla)
+
+        for of in reachable_until([value], is_read) if self._behind else ():
             if of in self._behind:
                 self._make_beside(of)
-        read, made = {*self.arrays, *self._by_xla} - {value}, self.passing
-        for of in reachable([value], read):
-            if isinstance(of, Map | Transposed) and of not in read and of not in made:
+        for of in [x for x in reachable_until([value], is_read) if not is_read(x)]:
+            if isinstance(of, Map | Transposed) and of not in made:
                 inputs = [made[x] if x in made else self._input(x) for x in of.inputs]
                 with at_line_of(source_of(of)):
                     made[of] = in_pass(of, inputs)
@@ -286,8 +301,7 @@ class _Run:
             self.arrays[value] = self._named(value, x)
 
     def _named(self, value: Value, x: jax.Array) -> jax.Array:
-        named: jax.Array = checkpoint_name(x, self.names[value]) if value in self.names else x
-        return named
+        return named(x, self.names[value]) if value in self.names else x
 
     def constrained(self, value: Value, x: jax.Array) -> jax.Array:
         """x, constrained to the author's sharding; its rows alone where the author's array has several column axes."""

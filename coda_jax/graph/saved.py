@@ -7,14 +7,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import Recompute, checkpoint_name
 from jax.extend import core
+
+from coda_jax.epilogue.dtypes import is_of_8_bits
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+    """x with a name by which policies keep it; an x of 8 bits is kept as its bytes.
+
+    JAX passes what a checkpoint keeps through `reduce_precision`, which makes inf of values of e4m3 from 256 on, and 0
+    of those below 2^-6.
+    """
+    if not is_of_8_bits(x.dtype):
+        found: jax.Array = checkpoint_name(x, name)
+        return found
+    as_bytes = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), name)
+    return lax.bitcast_convert_type(as_bytes, x.dtype)
 
 
 def keeps(saveable: Callable[..., Any], type_: Any, name: str) -> bool:
     """Whether a policy keeps an array of this type under this name."""
-    answer = saveable(_name_p(), type_, name=name)
-    return not (answer is False or isinstance(answer, type(Recompute)))
+    return is_kept(answer_about(saveable, type_, name))
+
+
+def is_kept(answer: Any) -> bool:
+    """Whether a policy that answers so keeps an array, on the device or in the host's memory."""
+    return answer is not False and not isinstance(answer, type(Recompute))
+
+
+def answer_about(saveable: Callable[..., Any], type_: Any, name: str) -> Any:
+    """A policy's answer about an array of this type under this name."""
+    return saveable(_name_p(), type_, name=name)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -146,6 +147,7 @@ class Product(Value):
       out_spec: the sharding over explicit mesh axes as which it is summed; None for `spec`, or what its factors say.
       spec_of_a: the sharding of the first factor, where it is in memory for this product alone; None for its own.
       scales: of factors that `graph.rounded` rounds, with its cotangent; None for others.
+      maps_zeros: whether a map of it has, in rows in no group, what it makes of zeros; else it may be zeros there.
 
     Raises:
       ValueError: factors of other ranks, or that do not fit.
@@ -174,6 +176,7 @@ class Product(Value):
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
         self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
         self.scales: Any = None
+        self.maps_zeros = False
         self.out_spec: jax.P | None = None
         self.spec_of_a: Constraint | None = None
         self.has_one_row = a.has_one_row and not transpose_a
@@ -467,14 +470,19 @@ def inputs_read(value: Value) -> Sequence[Value]:
 
 def reachable(values: Iterable[Value], known: Iterable[Value] = ()) -> list[Value]:
     """The values and all that they are made of, inputs before users; it stops at values that are `known`."""
-    stops, reached = set(known), set(values)
+    return reachable_until(values, set(known).__contains__)
+
+
+def reachable_until(values: Iterable[Value], is_known: Callable[[Value], bool]) -> list[Value]:
+    """`reachable`, by a function that tells which values are known."""
+    reached = set(values)
     open_ = list(reached)
     while open_:
         value = open_.pop()
-        new = set() if value in stops else set(value.inputs) - reached
+        new = set() if is_known(value) else set(value.inputs) - reached
         reached |= new
         open_ += new
-    return sorted(reached, key=lambda value: value.number)
+    return sorted(reached, key=operator.attrgetter("number"))
 
 
 @functools.cache

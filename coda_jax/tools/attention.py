@@ -28,7 +28,8 @@ class AttentionCall:
     Attributes:
       is_backward: whether it is the backward pass.
       query, key, value: types of the arrays, unsharded.
-      mask: which keys a query sees, in words, what else changes its probabilities, and the score function's name.
+      mask: which keys a query sees, in words, what else changes its probabilities, the score function's name, and,
+        of the backward pass, why XLA makes gradients of what that reads, where they are asked for.
       reason: why it takes XLA's form; None if it is the Hopper kernels.
       over: the mesh axes over which each device runs it on its own part.
       flops: that the mask needs, as `coda_jax.attend.costs` counts them: documents are taken to be half of all pairs.
@@ -81,7 +82,7 @@ def attention_call(equation: core.JaxprEqn, platform: str, num_devices: int) -> 
         query,
         key,
         value,
-        in_words(spec.mask) + _score_in_words(spec, hides),
+        in_words(spec.mask) + _score_in_words(spec, hides) + (_left_in_words(spec, of_score) if backward else ""),
         choice.reason,
         choice.over,
         pairs=None if seen is None else seen / max(queries * keys, 1),
@@ -113,6 +114,12 @@ def _score_in_words(spec: AttentionSpec, hides: Score | None) -> str:
         return ""
     how = ", which hides keys" if hides else ""
     return f"; score {spec.score.name}{how}{' in tiles by its arrays' if hides and spec.score.dtypes else ''}"
+
+
+def _left_in_words(spec: AttentionSpec, arrays: Sequence[Any]) -> str:
+    """Why XLA makes gradients of what the score reads: "; gradients by XLA where asked for: ..."."""
+    reasons = {} if spec.score is None else spec.score.left_by_kernel([x.shape for x in arrays])
+    return f"; gradients by XLA where asked for: {', '.join(dict.fromkeys(reasons.values()))}" if reasons else ""
 
 
 def in_words(mask: MaskSpec) -> str:

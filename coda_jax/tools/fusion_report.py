@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from coda_jax.fusion.dots import dots_in, is_derivative
+from coda_jax.epilogue.dtypes import FLOATS_OF_8_BITS
+from coda_jax.fusion.dots import is_derivative
+from coda_jax.fusion.first_histories import init
 from coda_jax.fusion.fuse import AUX, Fused, fuse, loss_form, unfused
+from coda_jax.fusion.histories import ARGUMENT
+from coda_jax.fusion.losses.whole_logits import WholeLogits, whole_logits
 from coda_jax.fusion.pieces import Options, Piece
-from coda_jax.fusion.whole_logits import WholeLogits, whole_logits
 from coda_jax.graph.describe import described, made_in, name_of
 from coda_jax.graph.values import Product, is_float, source_of
 from coda_jax.jaxprs.source_lines import line_in, line_of, module_of, users_line
@@ -34,11 +38,14 @@ class FusedProduct:
 
     Attributes:
       piece: the piece that it is in: the function, "scan", "cond", "while", "checkpoint", "shard_map",
-        "custom_vjp".
+        "custom_vjp", or the fused function that a larger one calls.
       line: of the user's code, and the module or the line of a library that it calls.
       shapes: of its factors, once the axes of rows are one.
       epilogue: the operations that its epilogue does.
       reason: why the product is left as it is; empty if it is not.
+      factors: the dtype of its factors.
+      unrounded: why `fp8=` does not round them to 8 bits; empty if it does, or is not given.
+      count: how many products it stands for: one in each call of a fused function that a larger one calls.
     """
 
     piece: str
@@ -46,6 +53,19 @@ class FusedProduct:
     shapes: str
     epilogue: tuple[str, ...]
     reason: str
+    factors: str = ""
+    unrounded: str = ""
+    count: int = 1
+
+    @property
+    def place(self) -> str:
+        """The piece, and how many calls of it there are."""
+        return self.piece if self.count == 1 else f"{self.piece}, {self.count} calls"
+
+    @property
+    def rounding(self) -> str:
+        """The dtype of its factors, and why it is none of 8 bits."""
+        return ": ".join(filter(None, (self.factors, self.unrounded)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +94,18 @@ class Report:
     def __str__(self) -> str:
         if self.reason or self.plain is None or self.fused is None:
             return f"fuse({self.name}): it runs as it is, for {self.reason}"
-        kept = [one for one in self.products if not one.reason]
+        kept, every = (sum(x.count for x in self.products if not (x.reason and flag)) for flag in (True, False))
         rows = [("product", "line", "in", "epilogue")]
         rows += [
-            (one.shapes, one.line, one.piece, f"left: {one.reason}" if one.reason else ", ".join(one.epilogue) or "-")
+            (one.shapes, one.line, one.place, f"left: {one.reason}" if one.reason else ", ".join(one.epilogue) or "-")
             for one in self.products
         ]
+        if any(one.unrounded or one.factors in FLOATS_OF_8_BITS for one in self.products):
+            last = ["factors", *(one.rounding or "-" for one in self.products)]
+            rows = [(*row, text) for row, text in zip(rows, last, strict=True)]  # type: ignore[misc]
         totals = self.plain.totals, self.fused.totals
         megabytes = [(f"{x.passes_bytes / 1e6:.0f} MB", f"{x.kept_bytes / 1e6:.0f} MB") for x in totals]
-        lines = [f"fuse({self.name}): {len(kept)} of {len(self.products)} products are coda_jax's", *columns(rows, ())]
+        lines = [f"fuse({self.name}): {kept} of {every} products are coda_jax's", *columns(rows, ())]
         lines += [
             "",
             *columns(
@@ -140,6 +163,9 @@ def _at(lines: Sequence[str]) -> str:
 def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """As `coda.fuse.report`."""
     fused = (f if isinstance(f, Fused) else fuse(f)).fresh()
+    plain_kwargs = {name: x for name, x in kwargs.items() if fused.options.fp8 is None or name != ARGUMENT}
+    if fused.is_delayed and ARGUMENT not in kwargs:
+        kwargs = {**kwargs, ARGUMENT: init(fused, *args, **kwargs)}
     try:
         function, arrays = of_arrays(fused, args, kwargs, static_numbers=True)
         result = jax.eval_shape(function, *arrays, **(kwargs if function is fused else {}))
@@ -153,12 +179,12 @@ def report(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     if (form := loss_form(result)) and not any(map(_is_derivative, pieces)):
         plain_function, fused_function = (_with_gradients(g, has_aux=form == AUX) for g in (fused.plain, fused))
     with unfused():
-        plain_explained, _ = explained(plain_function, args, kwargs, "cuda", static_numbers=True)
+        plain_explained, _ = explained(plain_function, args, plain_kwargs, "cuda", static_numbers=True)
     fused_explained, left = explained(fused_function, args, kwargs, "cuda", static_numbers=True)
     lifted = [piece for piece in pieces if piece.lifted is not None]
     return Report(
         fused.name,
-        (*(product for piece in pieces for product in _products(piece)), *kernels),
+        (*(dataclasses.replace(x, count=piece.count) for piece in pieces for x in _products(piece)), *kernels),
         tuple(_backward(piece) for piece in lifted if not piece.in_rule),
         plain_explained,
         fused_explained,
@@ -201,19 +227,28 @@ def _products(piece: Piece) -> list[FusedProduct]:
 
     def left(equation: core.JaxprEqn, reason: str) -> FusedProduct:
         line, types = _line(equation), _types(equation)
-        return FusedProduct(piece.name, line, types, (), scores.get((line, types), reason))
+        return FusedProduct(piece.name, line, types, (), scores.get((line, types), reason), *_factors(piece, equation))
 
     if piece.lifted is None:
-        return [*found, *(left(x, piece.reason) for x in dots_in(piece.jaxpr.jaxpr).values())]
+        return [*found, *itertools.starmap(left, piece.left)]
     plan = piece.lifted.graph.plan
     steps = {step.product: i for i, step in enumerate(plan.steps)}
     for equation, product in piece.lifted.products:
         if isinstance(product, Product):
             names = _words(map(name_of, made_in(plan, steps[product]))) if product in steps else ()
-            found.append(FusedProduct(piece.name, _line(equation), _shapes(product), names, ""))
+            found.append(
+                FusedProduct(piece.name, _line(equation), _shapes(product), names, "", *_factors(piece, equation))
+            )
         else:
             found.append(left(equation, product))
     return found
+
+
+def _factors(piece: Piece, equation: Any) -> tuple[str, str]:
+    """The dtype of a product's factors, and why it is none of 8 bits where it was to be."""
+    rounding = equation.params.get("rounding")
+    dtype = equation.invars[0].aval.dtype if rounding is None else rounding.recipe.dtype
+    return str(dtype), piece.unrounded.get(id(equation), "")
 
 
 def _words(names: Iterable[str]) -> tuple[str, ...]:

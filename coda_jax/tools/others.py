@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from coda_jax.epilogue.dtypes import is_of_8_bits, is_rounded
-from coda_jax.fusion.dots import convolution_flops
+from coda_jax.fusion.dots import convolution_flops, operations
 from coda_jax.jaxprs.graph import LOOPS, Array, Graph, Operation, mark_attentions_own
 from coda_jax.jaxprs.source_lines import line_of
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
@@ -124,14 +124,11 @@ def _us(equation: core.JaxprEqn, a: Any, b: Any, out: Any, device: str) -> float
 
 
 def _flops(equation: core.JaxprEqn, a: Sequence[int], b: Sequence[int], out: Sequence[int]) -> int:
-    params = equation.params
     if equation.primitive.name == "conv_general_dilated":
         flops: int = convolution_flops(equation, b, out)
         return flops
-    ragged = params.get("ragged_dot_dimension_numbers")
-    (_, contracted), (_, batch) = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
-    apart = {*contracted, *batch, *(() if ragged is None else ragged.rhs_group_dimensions)}
-    return 2 * math.prod(a) * math.prod(size for axis, size in enumerate(b) if axis not in apart)
+    of_product: int = operations(equation, a, b)
+    return of_product
 
 
 def find_attention(graphs: Sequence[Graph]) -> None:

@@ -38,6 +38,7 @@ struct Problem {
   unsigned short* dq;
   const void* score_arrays[4];
   float* gradient_sums[4];
+  const int* entries[4];
   void* results[8];
   void *of_queries[16], *of_keys[16], *of_values[16];
   int columns;
@@ -55,6 +56,12 @@ struct Problem {
   attention::GradientPointers<count> gradients() const {
     attention::GradientPointers<count> of;
     if constexpr (count > 0) std::copy(gradient_sums, gradient_sums + count, of.sums);
+    return of;
+  }
+  template <int count>
+  attention::EntryPointers<count> entries_of_tables() const {
+    attention::EntryPointers<count> of;
+    if constexpr (count > 0) std::copy(entries, entries + count, of.of);
     return of;
   }
   /// The arrays of results beside y, or in the place of a gradient.
@@ -143,6 +150,7 @@ extern "C" const char* backward(const Problem& p) {
       p.turns,
       p.score<Kernel::Score::arrays>(),
       p.gradients<Kernel::Score::gradients>(),
+      p.entries_of_tables<Kernel::tables>(),
       p.pointers<attention::key_pointers<Tiles::Backward>(), 0>(p.of_keys),
       p.pointers<attention::value_pointers<Tiles::Backward>(), 1>(p.of_values),
       p.batch,

@@ -51,6 +51,9 @@ inline void load_pair(uint32 address, float& first, float& second) {
 inline void store_word(uint32 address, int word) {
   stored(address, word);
 }
+inline void store_word_if(bool stores, uint32 address, int word) {
+  if (stores) stored(address, word);
+}
 inline void store_zeros(uint32 address) {
   stored(address, int4{});
 }

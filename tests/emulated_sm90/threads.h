@@ -276,6 +276,12 @@ inline unsigned __ballot_sync(unsigned, bool is_set) {
   for (int lane = 0; lane < 32; ++lane) bits |= all[lane][0] << lane;
   return bits;
 }
+inline unsigned __match_any_sync(unsigned, int value) {
+  const auto& all = emulated::exchanged("match", {value});
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= (all[lane][0] == static_cast<unsigned>(value)) << lane;
+  return bits;
+}
 inline bool __all_sync(unsigned mask, bool is_set) {
   return __ballot_sync(mask, is_set) == mask;
 }

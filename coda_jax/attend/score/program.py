@@ -29,13 +29,37 @@ class Table:
       array: its number.
       index: the node of the entry's number, one for each array.
       fills: whether no entry is read where the index is out of range; else it is the nearest.
-      is_by_distance: whether the index is the row less the column, and a number.
+      of_distance: where the array has an entry for each distance, and the index is the row less the column, and a
+        number: the node of the entry of the table that it was made of. Else None.
+      entries: the number of entries of that table.
     """
 
     array: int
     index: int
     fills: bool = False
-    is_by_distance: bool = False
+    of_distance: int | None = None
+    entries: int = 0
+
+    @property
+    def is_by_distance(self) -> bool:
+        """Whether the array has an entry for each distance."""
+        return self.of_distance is not None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The nodes that it names."""
+        return (self.index,) if self.of_distance is None else (self.index, self.of_distance)
+
+    def with_nodes(self, at: Mapping[int, int]) -> Table:
+        """The table where nodes have other numbers."""
+        of_distance = None if self.of_distance is None else at[self.of_distance]
+        return dataclasses.replace(self, index=at[self.index], of_distance=of_distance)
+
+    def __str__(self) -> str:
+        if self.of_distance is None:
+            return f"table {self.array}: entry v{self.index}"
+        fills = ", or none" if self.fills else ""
+        return f"table {self.array}: distance v{self.index}, entry v{self.of_distance} of {self.entries}{fills}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +101,7 @@ class Score:
                 *(f"v{i} = {node}" for i, node in enumerate(self.nodes)),
                 f"value v{self.value}, shown v{self.shown}, slope v{self.slope}",
                 *(f"slope by {array}: v{node}" for array, node in self.slopes),
-                *(f"table {x.array}: {'distance' if x.is_by_distance else 'entry'} v{x.index}" for x in self.tables),
+                *map(str, self.tables),
             ]
         )
 
@@ -93,7 +117,7 @@ class Score:
 
     def simplified(self) -> Score:
         """The same with fewer nodes: those that are needed, each once."""
-        nodes, at = simplify(self.nodes, [*self.roots, *(table.index for table in self.tables)])
+        nodes, at = simplify(self.nodes, [*self.roots, *(node for table in self.tables for node in table.nodes)])
         return self.with_nodes(nodes, at)
 
     @property
@@ -114,7 +138,7 @@ class Score:
             shown=at[self.shown],
             slope=at[self.slope],
             slopes=tuple((array, at[node]) for array, node in self.slopes),
-            tables=tuple(dataclasses.replace(table, index=at[table.index]) for table in self.tables),
+            tables=tuple(table.with_nodes(at) for table in self.tables),
         )
 
     def of_arrays(self, kept: Sequence[int]) -> Score:
@@ -141,21 +165,33 @@ class Score:
         return any(self.nodes[i].op == "score" for i in needed)
 
     def sums_of_kernel(self, shapes: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-        """The arrays of which the backward kernel makes the gradients: no tables, and not those with rows and keys.
+        """The arrays of which the backward kernel makes the gradients.
 
         Args:
           shapes: of its arrays.
         """
-        found, of_product = [], 0
+        left = self.left_by_kernel(shapes)
+        return tuple(array for array, _ in self.slopes if array not in left)
+
+    def left_by_kernel(self, shapes: Sequence[Sequence[Any]]) -> dict[int, str]:
+        """The other arrays that have gradients, which XLA makes, and why.
+
+        Args:
+          shapes: of its arrays.
+        """
+        left, of_product = {}, 0
         for array, _ in self.slopes:
-            if array in self.table_of:
-                continue
             _, _, rows, keys = shapes[array]
-            is_of_product = self.is_slope_of_product(array)
-            if (same_size(rows, 1) or same_size(keys, 1)) and of_product + is_of_product <= _MOST_OF_PRODUCT:
-                found.append(array)
+            table, is_of_product = self.table_of.get(array), self.is_slope_of_product(array)
+            if table is not None and not table.is_by_distance:
+                left[array] = "a table's index is no distance of query and key"
+            elif table is None and not (same_size(rows, 1) or same_size(keys, 1)):
+                left[array] = "an array has rows and keys"
+            elif of_product + is_of_product > _MOST_OF_PRODUCT:
+                left[array] = f"more than {_MOST_OF_PRODUCT} derivative depends on the scores"
+            else:
                 of_product += is_of_product
-        return tuple(found)
+        return left
 
     @property
     def has_rows(self) -> bool:

@@ -64,7 +64,12 @@ def _arrays(score: Score, arrays: Sequence[Any]) -> list[dict[str, object]]:
 
 def _gradient(score: Score, array: int) -> dict[str, object]:
     own: dict[str, object] = {"array": array}
-    return own | ({"of_product": True} if score.is_slope_of_product(array) else {})
+    own |= {"of_product": True} if score.is_slope_of_product(array) else {}
+    if (table := score.table_of.get(array)) is None:
+        return own
+    slope = score.nodes[dict(score.slopes)[array]]
+    is_one = slope.op == "literal" and float(slope["value"]) == 1
+    return own | ({"of_one": True} if is_one else {}) | {"entries": table.entries}
 
 
 def _function(score: Score, parameter: str, lines: Sequence[str], name: str = "float value") -> list[str]:
@@ -85,7 +90,18 @@ def _slopes(score: Score, gradients: Sequence[int], names: Sequence[str]) -> lis
         "",
         *declared("coda::attention::ScoreGradient gradient[]", entries),
         *_function(score, f", float (&slope)[{len(gradients)}]", lines, "void slopes"),
+        *_place(score, gradients, names),
     ]
+
+
+def _place(score: Score, gradients: Sequence[int], names: Sequence[str]) -> list[str]:
+    """The function of the place of a distance, which all tables by distance have in common."""
+    indices = [score.table_of[array].index for array in gradients if array in score.table_of]
+    if not indices:
+        return []
+    lines = [*_statements(score, indices[:1], names), f"return {names[indices[0]]};"]
+    head = "  CODA_DEVICE static int place(int row, int column, const coda::Word* operand) {"
+    return ["", head, *(f"    {line}" for line in lines), "  }"]
 
 
 def _statements(score: Score, roots: Sequence[int], names: Sequence[str]) -> list[str]:

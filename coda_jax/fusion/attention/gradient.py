@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coda_jax.fusion.alike import own_params, structure
 from coda_jax.fusion.attention.call import Call
 from coda_jax.fusion.attention.linear import identity
 from coda_jax.fusion.attention.trees import constant
@@ -58,11 +59,6 @@ class Gradients:
         result, pullback = jax.vjp(function, *(values[x] for x in self.found))
         return result, pullback
 
-    def add(self, values: dict[Any, Any], pullback: Callable[[jax.Array], Sequence[jax.Array]]) -> None:
-        """Adds the arguments' cotangents to the values."""
-        cotangents = pullback(values[self.cotangent])
-        values.update(zip(self.found.values(), cotangents, strict=True))
-
 
 class Equations:
     """The equations of a jaxpr by what they compute; equal ones are one."""
@@ -71,6 +67,7 @@ class Equations:
         self.makers = makers
         self._first: dict[Any, Any] = {}  # the variable in whose place another one may stand
         self._known: dict[Hashable, Equation] = {}
+        self._derivatives: dict[Hashable, core.Jaxpr] = {}
         self._readers: dict[Hashable, list[Equation]] = {}
         equations: Sequence[Equation] = makers.equations
         for equation in equations:
@@ -93,6 +90,15 @@ class Equations:
         names = (self._name(x if isinstance(x, core.Literal) else known[x]) for x in equation.invars)
         return self._known.get((kind, tuple(names)))
 
+    def derivative(self, result: Any, own: Sequence[Equation], arguments: Sequence[Any]) -> core.Jaxpr:
+        """`_derivative`, which is traced once for equal layers."""
+        key = structure(own, arguments, [result], lambda _: None, own_params)
+        if key is None:
+            return _derivative(result, own, arguments)
+        if key not in self._derivatives:
+            self._derivatives[key] = _derivative(result, own, arguments)
+        return self._derivatives[key]
+
     def read_by(self, kinds: Sequence[Hashable]) -> Iterator[Any]:
         """The variables that equations of such kinds read."""
         yield from dict.fromkeys(x for kind in kinds for e in self._readers.get(kind, ()) for x in variables(e.invars))
@@ -109,7 +115,7 @@ def gradients_of(call: Call, equations: Equations) -> Gradients | None:
     if len(own) > _MOST_EQUATIONS:
         return None
     arguments = free_variables(own)
-    derivative = _derivative(call.site.result, own, arguments)
+    derivative = equations.derivative(call.site.result, own, arguments)
     every: list[Any] = derivative.invars
     cotangent, *inputs = every
     steps = [(_kind(equation), equation) for equation in derivative.eqns]

@@ -105,7 +105,8 @@ class _Loops:
       pair: the loops.
       arguments: of the function.
       joined: the function: the forward body's results but for residuals, then the backward body's.
-      early, late: its equations that depend on nothing that the backward loop alone is given, and the others.
+      invariant: its loop-invariant equations, as masks are: both loops have them.
+      early, late: others that depend on nothing that the backward loop alone is given, and the rest.
       stacked: the variables of the first part that the second one reads.
       attentions: what the function has in the place of attention.
     """
@@ -113,6 +114,7 @@ class _Loops:
     pair: Pair
     arguments: _Arguments
     joined: core.ClosedJaxpr
+    invariant: Sequence[Equation]
     early: Sequence[Equation]
     late: Sequence[Equation]
     stacked: Sequence[Any]
@@ -127,12 +129,16 @@ class _Loops:
         made, attentions = with_attention(joined, known, implementation=implementation)
         if not attentions.taken:
             return None
-        own = set(arguments.forward)
-        behind = {x for i, x in enumerate(made.jaxpr.invars) if i not in own}
-        early, late = list[Equation](), list[Equation]()
+        own, invars = set(arguments.forward), made.jaxpr.invars
+        behind = {x for i, x in enumerate(invars) if i not in own}
+        constants = {*made.jaxpr.constvars, *(invars[i] for i in arguments.forward[: num_constants(pair.forward)])}
+        invariant, early, late = list[Equation](), list[Equation](), list[Equation]()
         every: Sequence[Equation] = made.jaxpr.eqns
         for equation in every:
-            if behind.isdisjoint(variables(equation.invars)):
+            if constants.issuperset(variables(equation.invars)) and not equation.effects:
+                invariant.append(equation)
+                constants.update(equation.outvars)
+            elif behind.isdisjoint(variables(equation.invars)):
                 early.append(equation)
             else:
                 late.append(equation)
@@ -141,10 +147,10 @@ class _Loops:
         read_behind = {x for equation in late for x in variables(equation.invars)}
         read_behind.update(variables(made.jaxpr.outvars[first:]))
         carry = range(num_constants(pair.forward), num_constants(pair.forward) + num_carried(pair.forward))
-        of_steps = [*(made.jaxpr.invars[arguments.forward[i]] for i in carry)]
+        of_steps = [*(invars[arguments.forward[i]] for i in carry)]
         of_steps += [x for equation in early for x in equation.outvars]
         stacked = [x for x in dict.fromkeys(of_steps) if x in read_behind]
-        return cls(pair, arguments, made, early, late, stacked, attentions)
+        return cls(pair, arguments, made, invariant, early, late, stacked, attentions)
 
     def _given(self, numbers: Sequence[int | None], arrays: Sequence[Any]) -> dict[Any, Any]:
         """The values of the function's arguments with these numbers."""
@@ -161,7 +167,7 @@ class _Loops:
         def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
             arrays = [*inputs[:consts], *carry, *xs]
             own = constants | self._given(self.arguments.forward, arrays)
-            run(self.early, own, applied, ())
+            run([*self.invariant, *self.early], own, applied, ())
             outputs = [read(own, x) for x in jaxpr.outvars[: carried + len(self.pair.others)]]
             return outputs[:carried], (outputs[carried:], [own[x] for x in self.stacked])
 
@@ -193,7 +199,7 @@ class _Loops:
             arrays = [*inputs[:consts], *carry]
             at_step |= self._given(self.arguments.backward[:first], arrays)
             at_step |= self._given([self.arguments.backward[i] for i in own], xs[0])
-            run(self.late, at_step, applied, ())
+            run([*self.invariant, *self.late], at_step, applied, ())
             outputs = [read(at_step, x) for x in jaxpr.outvars[num_carried(of) + len(self.pair.others) :]]
             return outputs[:carried], outputs[carried:]
 

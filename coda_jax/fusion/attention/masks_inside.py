@@ -1,4 +1,4 @@
-"""Masks are made where attention reads them: in the bodies of loops and checkpoints, of the small arrays outside.
+"""Masks are made where attention reads them: in loops, checkpoints and fused functions, of the small arrays outside.
 
 A model often makes a mask once, in front of its layers. In a body it is an array of all pairs, of which nothing is
 known; made there of positions and ids it is recognised, and so is a bias of a table's entries by position, as T5's. XLA
@@ -8,7 +8,8 @@ moves it out of a loop again where it stays an array.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.extend import core
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.residuals import pairs_in
-from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, straight
+from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, called_as, is_call, straight
 from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import callee, opened
 from coda_jax.jaxprs.def_use import free_variables, variables
@@ -54,9 +55,9 @@ class _Made:
 
 
 def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """A straight jaxpr whose loops and checkpoints with a softmax make large arrays of smaller ones themselves.
+    """A straight jaxpr whose bodies with a softmax make large arrays of smaller ones themselves.
 
-    So do the backward loops of such loops.
+    They are of loops, checkpoints and calls of fused functions. So do the backward loops of such loops.
     """
     holding: list[Equation] = [e for e in closed.jaxpr.eqns if may_hold_attention(e)]
     if not holding:
@@ -67,14 +68,20 @@ def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     if not moved:
         return closed
 
+    calls: dict[Any, Callable[..., Any]] = {}  # of fused functions, by their bodies and what is moved into them
+
+    def inside(equation: Equation) -> Callable[..., Any]:
+        if equation.primitive.name == "scan":
+            return _scan
+        return functools.partial(_call, calls) if is_call(equation) else _checkpoint
+
     def function(*arrays: Any) -> list[Any]:
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
         every: Sequence[Equation] = closed.jaxpr.eqns
         for equation in every:
             inputs = [read(values, x) for x in equation.invars]
             if id(equation) in moved:
-                inside = _scan if equation.primitive.name == "scan" else _checkpoint
-                outputs = at_line(equation, inside, equation, inputs, moved[id(equation)], values)
+                outputs = at_line(equation, inside(equation), equation, inputs, moved[id(equation)], values)
             else:
                 outputs = applied(equation, inputs)
             values.update(zip(equation.outvars, outputs, strict=True))
@@ -84,8 +91,11 @@ def with_masks_inside(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def may_hold_attention(equation: Equation) -> bool:
-    """True for a loop or a checkpoint with an exponential and two products of batches, or with cuDNN's attention."""
-    if equation.primitive.name not in CHECKPOINTS | {"scan"}:
+    """True for a loop, a checkpoint or a call of a fused function that may hold attention.
+
+    It has an exponential and two products of batches, or cuDNN's attention.
+    """
+    if equation.primitive.name not in CHECKPOINTS | {"scan"} and not is_call(equation):
         return False
     every = [e for jaxpr in inner_jaxprs(equation) for e, _ in equations(jaxpr)]
     names = {e.primitive.name for e in every}
@@ -111,8 +121,10 @@ def _made(x: Any, makers: Makers) -> _Made | None:
         is_gather = equation is not None and equation.primitive.name == "gather"
         indices = _of_positions(equation, makers) if is_gather else None
         is_cheap = equation is not None and (equation.primitive.name in _CHEAP or indices is not None)
-        is_view = equation is not None and equation.primitive.name in _VIEWS  # two views of ids are the same ids
-        if not is_view and y.aval.size * (_SMALLER**2 if is_cheap else _SMALLER) <= x.aval.size:
+        # Two views of ids are the same ids, and what is made of nothing, as positions, is known inside.
+        is_view = equation is not None and equation.primitive.name in _VIEWS
+        is_known = is_view or (is_cheap and equation is not None and not variables(equation.invars))
+        if not is_known and y.aval.size * (_SMALLER**2 if is_cheap else _SMALLER) <= x.aval.size:
             leaves.add(y)
         elif equation is None or not is_cheap or len(needed) >= _MOST_EQUATIONS:
             return None
@@ -155,24 +167,61 @@ def _scan(equation: Equation, inputs: Sequence[Any], moved: Mapping[int, _Made],
     return [*carry, *ys]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Inside:
+    """A call or a checkpoint, some of whose arguments are made inside.
+
+    Attributes:
+      leaves: the variables that these are made of: arguments behind those that stay.
+      stay: the numbers of the arguments that stay.
+    """
+
+    equation: Equation
+    moved: Mapping[int, _Made]
+
+    @property
+    def leaves(self) -> list[Any]:
+        return list(dict.fromkeys(x for made in self.moved.values() for x in made.leaves))
+
+    @property
+    def stay(self) -> list[int]:
+        return [i for i in range(len(self.equation.invars)) if i not in self.moved]
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        body, body_consts = opened(callee(self.equation))
+        given = dict(zip(self.leaves, arrays[len(self.stay) :], strict=True))
+        arguments: list[Any] = [None] * len(self.equation.invars)
+        for i, x in zip(self.stay, arrays, strict=False):
+            arguments[i] = x
+        for i, made in self.moved.items():
+            arguments[i] = made.value(self.equation.invars[i], given)
+        return evaluate(body, body_consts, arguments, applied, ())
+
+    def arrays(self, inputs: Sequence[Any], values: Mapping[Any, Any]) -> list[Any]:
+        """Its arguments."""
+        return [*(inputs[i] for i in self.stay), *(values[x] for x in self.leaves)]
+
+
+def _call(
+    calls: dict[Any, Callable[..., Any]],
+    equation: Equation,
+    inputs: Sequence[Any],
+    moved: Mapping[int, _Made],
+    values: Mapping[Any, Any],
+) -> Any:
+    """The results of a call; equal calls of the same masks are of one function."""
+    inside = _Inside(equation, moved)
+    key = id(callee(equation)), tuple((i, equation.invars[i]) for i in moved)
+    if key not in calls:
+        calls[key] = called_as(equation, inside)
+    return calls[key](*inside.arrays(inputs, values))
+
+
 def _checkpoint(
     equation: Equation, inputs: Sequence[Any], moved: Mapping[int, _Made], values: Mapping[Any, Any]
 ) -> Any:
-    inner = callee(equation)
-    body, body_consts = opened(inner)
-    leaves = list(dict.fromkeys(x for made in moved.values() for x in made.leaves))
-    stay = [i for i in range(len(inputs)) if i not in moved]
-
-    def function(*arrays: Any) -> list[Any]:
-        given = dict(zip(leaves, arrays[len(stay) :], strict=True))
-        arguments: list[Any] = [None] * len(inputs)
-        for i, x in zip(stay, arrays, strict=False):
-            arguments[i] = x
-        for i, made in moved.items():
-            arguments[i] = made.value(equation.invars[i], given)
-        return evaluate(body, body_consts, arguments, applied, ())
-
-    arrays = [*(inputs[i] for i in stay), *(values[x] for x in leaves)]
+    function, inner = _Inside(equation, moved), callee(equation)
+    arrays = function.arrays(inputs, values)
     closed = jax.make_jaxpr(function)(*map(jax.typeof, arrays))
     whole = without_constants(closed)
     given = whole if isinstance(inner, core.ClosedJaxpr) else whole.jaxpr

@@ -160,7 +160,6 @@ class Search:
     def __init__(self, makers: Makers, product: Equation):
         self._makers, self._product = makers, product
         self._meanings: dict[Any, Meaning] = {}
-        self._behind: set[Any] = set()  # all that depends on the product
         self._row_atoms: dict[int, list[Atom]] = {}
         self._joined: dict[Atom, tuple[Label, int]] = {}  # of keys with a sink: the keys, and where they begin
         self._constraints = list[tuple[Equation, Labels]]()
@@ -171,29 +170,34 @@ class Search:
         self._follow(out)
 
     def _follow(self, start: Any) -> None:
-        """Gives the variables behind a product their meanings, in the equations' order, while one has a reader."""
-        heap, seen, waiting = list[int](), set[int](), set[int]()
-
-        def add(x: Any, has_meaning: bool) -> None:
-            self._behind.add(x)
-            for equation in self._makers.readers(x):
-                number = self._makers.number(equation)
-                if has_meaning:
-                    waiting.add(number)
-                if number not in seen:
-                    seen.add(number)
-                    heapq.heappush(heap, number)
-
-        add(start, True)
-        while waiting:
-            number = heapq.heappop(heap)
-            waiting.discard(number)
-            equation = self._makers.equations[number]
+        """Gives the variables behind a product their meanings, in the equations' order."""
+        heap = list(self._makers.uses.get(start, ()))
+        seen = set(heap)
+        while heap:
+            equation = self._makers.equations[heapq.heappop(heap)]
             found = self._meaning(equation)
             if isinstance(found, Meaning):
                 self._meanings[equation.outvars[0]] = found
-            for x in equation.outvars:
-                add(x, isinstance(found, Meaning))
+                for x in equation.outvars:
+                    for number in self._makers.uses.get(x, ()):
+                        if number not in seen:
+                            seen.add(number)
+                            heapq.heappush(heap, number)
+
+    def _is_behind(self, x: Any) -> bool:
+        """Whether a variable depends on the product; of what makes it the first equations are looked at first."""
+        first, defs = self._makers.number(self._product), self._makers.defs
+        heap = [defs.get(x, -1)]
+        seen = set(heap)
+        while heap:
+            number = heapq.heappop(heap)
+            if number == first:
+                return True
+            for y in variables(self._makers.equations[number].invars) if number > first else ():
+                if (maker := defs.get(y, -1)) not in seen:
+                    seen.add(maker)
+                    heapq.heappush(heap, maker)
+        return False
 
     def _meaning(self, equation: Equation) -> Meaning | None:
         ins = [x for x in variables(equation.invars) if x in self._meanings]
@@ -342,7 +346,7 @@ class Search:
             return constant(x)
         if x in self._meanings:
             raise Unlike(f"an operand is made of {_plural(self._meanings[x].kind)}")
-        if x in self._behind:
+        if self._is_behind(x):
             raise Unlike("an operand depends on the scores in another way")
         if any(not label and size > 1 for label, size in zip(labels, x.aval.shape, strict=True)):
             raise Unlike("an operand has an axis that the scores have not")
@@ -438,7 +442,7 @@ class Search:
         v = equation.invars[1 - own]
         if not sums[0]:
             return self._scaled(equation, one, own, v)
-        if isinstance(v, core.Literal) or v in self._behind:
+        if isinstance(v, core.Literal) or self._is_behind(v):
             raise Unlike("values that depend on the scores")
         labels, shape = labels_of(one.labels), ins[0].aval.shape
         if any(not label and size > 1 for label, size in zip(labels, shape, strict=True)):

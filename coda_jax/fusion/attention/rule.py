@@ -18,9 +18,9 @@ from coda_jax.fusion.attention.meanings import Search, Site
 from coda_jax.fusion.attention.trees import Trees
 from coda_jax.fusion.dots import Equation, dots_in
 from coda_jax.fusion.makers import Makers
-from coda_jax.fusion.straight import applied, at_line, line_of, straight
+from coda_jax.fusion.straight import at_line, line_of, straight
 from coda_jax.jaxprs.def_use import variables
-from coda_jax.jaxprs.evaluate import read
+from coda_jax.jaxprs.splice import Splice
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,33 +205,32 @@ def _without(closed: core.ClosedJaxpr, found: Sequence[_Replaced]) -> core.Close
     """The jaxpr with calls in the place of sites, and without equations whose results nobody reads."""
     calls = {one.call.site.result: one for one in found}
     with_gradients = {x: one for one in found if one.gradients is not None for x in one.gradients.variables}
+    splice, kept = Splice(closed), dict[int, list[Any]]()  # what pullbacks keep, and the structures of these
+    trees: dict[int, Any] = {}
 
-    def function(*arrays: Any) -> list[Any]:
-        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
-        pullbacks: dict[int, Any] = {}
-        every: Sequence[Equation] = closed.jaxpr.eqns
-        for equation in every:
-            outs: list[Any] = equation.outvars
-            first: Any = outs[0] if outs else None
-            if first in calls:
-                one = calls[first]
-                values[first] = at_line(one.call.site.product, _evaluated, one, values, pullbacks)
-            elif first in with_gradients:
-                one = with_gradients[first]
-                if id(one) in pullbacks:
-                    assert one.gradients is not None
-                    at_line(equation, one.gradients.add, values, pullbacks.pop(id(one)))
-            elif not all(x in values for x in outs):
-                inputs = [read(values, x) for x in equation.invars]
-                values.update(zip(outs, applied(equation, inputs), strict=True))
-        return [read(values, x) for x in closed.jaxpr.outvars]
+    def forward(one: _Replaced, values: dict[Any, Any]) -> list[jax.Array]:
+        if one.gradients is None:
+            return [one.call.result(values)]
+        result, pullback = one.gradients.forward(values)
+        leaves, trees[id(one)] = jax.tree.flatten(pullback)
+        return [result, *leaves]
 
-    return straight(jax.make_jaxpr(function)(*closed.in_avals), closed.in_avals, opens_inner=False)
+    def backward(gradients: Gradients, tree: Any, values: dict[Any, Any], *leaves: jax.Array) -> Sequence[jax.Array]:
+        cotangents: Sequence[jax.Array] = jax.tree.unflatten(tree, leaves)(values[gradients.cotangent])
+        return cotangents
 
-
-def _evaluated(one: _Replaced, values: dict[Any, Any], pullbacks: dict[int, Any]) -> jax.Array:
-    """The result of a call; its pullback is kept where the jaxpr has its gradients."""
-    if one.gradients is None:
-        return one.call.result(values)
-    result, pullbacks[id(one)] = one.gradients.forward(values)
-    return result
+    every: Sequence[Equation] = closed.jaxpr.eqns
+    for equation in every:
+        first: Any = next(iter(equation.outvars), None)
+        if first in calls:
+            one = calls[first]
+            of = functools.partial(at_line, one.call.site.product, forward, one)
+            kept[id(one)] = splice.put(of, one.call.arguments, [first])
+        elif first in with_gradients:
+            one = with_gradients[first]
+            if one.gradients is not None and first not in splice.values:
+                of = functools.partial(at_line, equation, backward, one.gradients, trees[id(one)])
+                splice.put(of, [one.gradients.cotangent], one.gradients.variables, kept[id(one)])
+        elif not all(x in splice.values for x in equation.outvars):
+            splice.keep(equation)
+    return straight(splice.rewritten(), closed.in_avals, opens_inner=False)

@@ -7,6 +7,7 @@ labels.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -213,13 +214,16 @@ class Trees:
             needed[self.makers.number(equation)] = equation
             open_ += variables(equation.invars)
         values = {y: value for y, value in self._known.items() if value is not None}
-        with jax.ensure_compile_time_eval():
+
+        def value() -> Any:
             for number in sorted(needed):
                 equation = needed[number]
                 inputs = [read(values, y) for y in equation.invars]
                 outputs = inputs if equation.primitive.name in SAME else applied(equation, inputs)
                 values.update(zip(equation.outvars, outputs, strict=True))
-            return np.asarray(values[x])
+            return values[x]
+
+        return _as_computed(value)
 
 
 def _is_small(equation: Equation) -> bool:
@@ -260,8 +264,25 @@ def constant_of(node: Node) -> float | None:
         return None
     if any(one.op == "constant" and np.ndim(one.var) for one in node.walk()):
         return None
-    with jax.ensure_compile_time_eval():
-        return float(value_of(node, {}, ()))
+    return float(_as_computed(lambda: value_of(node, {}, ())))
+
+
+def _as_computed(value: Callable[[], Any]) -> np.ndarray:
+    """A value that is computed of constants now, on the default device, whatever mesh there is.
+
+    The devices of `jax.set_mesh` may be described alone. A mesh is of one thread: another one has none.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(value())
+    has_64_bits = bool(jax.config.jax_enable_x64)  # of this thread
+
+    def apart() -> np.ndarray:
+        with jax.enable_x64(has_64_bits):
+            return np.asarray(value())
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(apart).result()
 
 
 def value_of(node: Node, values: Mapping[Any, Any], order: Sequence[Atom]) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +20,17 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.ends import end_of
-from coda_jax.fusion.logits import Logits
-from coda_jax.fusion.loss import arguments_of, heads, may_sum
+from coda_jax.fusion.losses.ends import end_of
+from coda_jax.fusion.losses.logits import Logits
+from coda_jax.fusion.losses.loss import arguments_of, heads, may_sum
+from coda_jax.fusion.losses.shifts import is_free_of
+from coda_jax.fusion.losses.token_sums import TokenFunction, as_coefficients, token_function
+from coda_jax.fusion.losses.wide import Factor, Row, Unknown, Wide, array_of
 from coda_jax.fusion.makers import Makers
-from coda_jax.fusion.shifts import is_free_of
 from coda_jax.fusion.straight import applied, at_line, straight
-from coda_jax.fusion.token_sums import TokenFunction, as_coefficients, token_function
-from coda_jax.fusion.wide import Factor, Row, Unknown, Wide, array_of
 from coda_jax.jaxprs.def_use import definitions, free_variables, variables
-from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr, read
+from coda_jax.jaxprs.evaluate import evaluate, read, without_dead_code
+from coda_jax.jaxprs.splice import Splice
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
 
@@ -192,19 +193,17 @@ class _Site:
 
     def replaced(self, closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         """The jaxpr with the loss in chunks."""
-        before, _, after = self._parts
+        (before, _, after), splice = self._parts, Splice(closed)
+        for equation in _known(before, splice.values):
+            splice.keep(equation)
+        made = functools.partial(at_line, self.logits.product, self._made)
+        splice.put(made, [*self._given, *self._inputs], [*self._results, *self._ends])
+        for equation in _known(after, splice.values):
+            splice.keep(equation)
+        return without_dead_code(splice.rewritten())
 
-        def function(*arrays: Any) -> list[Any]:
-            values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *arrays], strict=True))
-            _run(before, values)
-            at_line(self.logits.product, self._make, values)
-            _run(after, values)
-            return [read(values, x) for x in closed.jaxpr.outvars]
-
-        return needed_jaxpr(function, closed.in_avals)
-
-    def _make(self, values: dict[Any, Any]) -> None:
-        """Adds the results and the gradients to the values."""
+    def _made(self, values: dict[Any, Any]) -> list[Any]:
+        """The results and the gradients."""
         logits = self.logits
         varied = [logits.dot.a, logits.dot.b, *([] if logits.bias is None else [logits.bias])]
 
@@ -220,6 +219,7 @@ class _Site:
             (out,) = equation.outvars
             gradient = gradients[("dx", "dw", "dbias").index(kind)]
             values[out] = end_of(self.makers, logits.dot, equation, kind, gradient)
+        return [values[x] for x in (*self._results, *self._ends)]
 
     def _in_two_loops(self, of: Any, arrays: Sequence[jax.Array], values: dict[Any, Any]) -> Sequence[jax.Array]:
         """Adds the results to the values; the gradients are of logits that are computed again."""
@@ -247,7 +247,9 @@ class _Site:
         known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         given = [*(x.reshape(self.logits.rows) for x in masks), *(values[x] for x in self._inputs)]
         known |= dict(zip(jaxpr.invars[count:], given, strict=True))
-        _run(jaxpr.eqns, known)
+        for equation in _known(jaxpr.eqns, known):
+            outputs = applied(equation, [read(known, x) for x in equation.invars])
+            known.update(zip(equation.outvars, outputs, strict=True))
         others = as_coefficients(function.others, known, found[2].shape)
 
         def value(stats: Statistics, *coefficients: jax.Array) -> jax.Array:
@@ -293,12 +295,11 @@ class _Site:
         return outputs[count:]
 
 
-def _run(equations: Iterable[Equation], values: dict[Any, Any]) -> None:
-    """Adds the results of those equations whose arguments are known."""
+def _known(equations: Iterable[Equation], values: Mapping[Any, Any]) -> Iterator[Equation]:
+    """The equations whose arguments have values, and whose first result has none, when their turn comes."""
     for equation in equations:
         if all(x in values for x in variables(equation.invars)) and (equation.outvars[:1] or [None])[0] not in values:
-            outputs = applied(equation, [read(values, x) for x in equation.invars])
-            values.update(zip(equation.outvars, outputs, strict=True))
+            yield equation
 
 
 def _leaves(factors: Collection[Factor]) -> list[Any]:

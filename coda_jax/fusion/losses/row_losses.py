@@ -20,12 +20,12 @@ from coda_jax.epilogue.dtypes import has_narrow_range
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Dot, Equation, dots_in
-from coda_jax.fusion.logits import Logits, logits_of, result_of
+from coda_jax.fusion.losses.logits import Logits, logits_of, result_of
+from coda_jax.fusion.losses.token_chunks import Product, TokenChunks, cotangents_read
+from coda_jax.fusion.losses.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.rows import Rows, is_table
-from coda_jax.fusion.token_chunks import Product, TokenChunks, cotangents_read
-from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float, is_seen
 from coda_jax.jaxprs.def_use import definitions, free_variables, variables
@@ -161,7 +161,8 @@ def row_losses(makers: Makers, least: int, sums: bool) -> Iterator[tuple[Equatio
       least: columns.
       sums: whether a loss that is summed may form its gradients in the forward pass.
     """
-    if not any(e.primitive.name in CUSTOM_VJPS for e in makers.equations):
+    rules = [e for e in makers.equations if e.primitive.name in CUSTOM_VJPS]
+    if not rules:
         return
     for equation in dots_in(makers.jaxpr).values():
         z, dot = result_of(makers, equation)
@@ -170,19 +171,18 @@ def row_losses(makers: Makers, least: int, sums: bool) -> Iterator[tuple[Equatio
         if z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= least:
             for logits in logits_of(makers, equation, z, dot):
                 is_bare = logits.bias is None and logits.cap is None and logits.fill is None
-                if is_bare and logits.vocabulary == logits.columns and _are_read_by_a_rule(makers, logits):
+                if is_bare and logits.vocabulary == logits.columns and _are_read_by_one(rules, makers, logits):
                     yield equation, Region(makers, logits, sums).loss()
 
 
-def _are_read_by_a_rule(makers: Makers, logits: Logits) -> bool:
+def _are_read_by_one(rules: Sequence[Equation], makers: Makers, logits: Logits) -> bool:
     """True for logits of which a custom_vjp, that reads them as they are or changed, makes a number of each token."""
-    behind, tokens = makers.behind(logits.arrays), math.prod(logits.rows)
-    for equation in makers.equations:
-        if equation.primitive.name in CUSTOM_VJPS and any(same_size(x.aval.size, tokens) for x in equation.outvars):
-            read = [x for x in variables(equation.invars) if x in behind and x.aval.shape]
-            if any(same_size(x.aval.shape[-1], logits.columns) for x in read):
-                return True
-    return False
+    tokens, read = math.prod(logits.rows), list[Any]()
+    for equation in rules:
+        if any(same_size(x.aval.size, tokens) for x in equation.outvars):
+            read += [x for x in variables(equation.invars) if x.aval.shape]
+    read = [x for x in read if same_size(x.aval.shape[-1], logits.columns)]
+    return bool(read) and not makers.behind(logits.arrays).isdisjoint(read)
 
 
 class Region:

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from coda_jax.epilogue.values import same_shape
 from coda_jax.fusion.dots import Equation, is_derivative
-from coda_jax.fusion.logits import exponentials_of
+from coda_jax.fusion.losses.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.picks import is_over_last
 from coda_jax.fusion.straight import at_line, results_with

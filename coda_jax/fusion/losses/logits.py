@@ -135,6 +135,8 @@ def _constrained(x: jax.Array, asked: Equation, axes: Sequence[int | None]) -> j
 def result_of(makers: Makers, product: Equation) -> tuple[Any, Dot | str]:
     """The result of a dot_general, or its transpose where that alone reads it, with the product that it is."""
     (z,) = product.outvars
+    if "rounding" in product.params:  # an operator's product rounds nothing
+        return z, "its factors are rounded to 8 bits"
     readers = makers.readers(z)
     if len(readers) == 1 and readers[0].primitive.name == "transpose" and swaps_factors(readers[0], product):
         swapped = dot_of(product, is_swapped=True)

@@ -29,15 +29,16 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from coda_jax.fusion.dots import Dot, Equation, dots_in
-from coda_jax.fusion.logits import Logits, logits_of, result_of
+from coda_jax.fusion.losses.logits import Logits, logits_of, result_of
+from coda_jax.fusion.losses.row_gradients import RowGradient, row_gradients
+from coda_jax.fusion.losses.row_losses import RowLoss, row_losses
+from coda_jax.fusion.losses.token_sums import TokenSum, as_coefficients, token_sum
 from coda_jax.fusion.makers import FLIPPED, Makers, among
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot
-from coda_jax.fusion.row_gradients import RowGradient, row_gradients
-from coda_jax.fusion.row_losses import RowLoss, row_losses
-from coda_jax.fusion.straight import applied, at_line
-from coda_jax.fusion.token_sums import TokenSum, as_coefficients, token_sum
+from coda_jax.fusion.straight import at_line
 from coda_jax.jaxprs.def_use import variables
-from coda_jax.jaxprs.evaluate import needed_jaxpr, read
+from coda_jax.jaxprs.evaluate import without_dead_code
+from coda_jax.jaxprs.splice import Splice
 from coda_jax.operators.head.any_label import statistics_of_any, sum_of_any
 from coda_jax.operators.head.arrays import Statistics
 
@@ -240,18 +241,13 @@ def _sorted(needed: dict[int, Any], waits: dict[int, set[int]], places: dict[int
 
 
 def _replaced(closed: core.ClosedJaxpr, order: Sequence[Equation | _AnySite]) -> core.ClosedJaxpr:
-    def function(*arrays: Any) -> list[Any]:
-        values = dict(zip(closed.jaxpr.invars, arrays, strict=True))
-        for one in order:
-            if isinstance(one, _AnySite):
-                outputs = at_line(one.logits.product, one.outputs, values)
-                values.update(zip(one.results, outputs, strict=True))
-            else:
-                outputs = applied(one, [read(values, x) for x in one.invars])
-                values.update((x, y) for x, y in zip(one.outvars, outputs, strict=True) if x not in values)
-        return [read(values, x) for x in closed.jaxpr.outvars]
-
-    return needed_jaxpr(function, closed.in_avals)
+    splice = Splice(closed)
+    for one in order:
+        if isinstance(one, _AnySite):
+            splice.put(functools.partial(at_line, one.logits.product, one.outputs), one.arguments, one.results)
+        else:
+            splice.keep(one)
+    return without_dead_code(splice.rewritten())
 
 
 def arguments_of(

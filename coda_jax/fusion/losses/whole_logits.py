@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -11,11 +11,14 @@ from jax.extend import core
 from coda_jax.epilogue.values import same_size
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative
-from coda_jax.fusion.logits import logits_of, made_of, result_of
-from coda_jax.fusion.loss import LEAST_VOCABULARY, seen_of
+from coda_jax.fusion.losses.logits import logits_of, made_of, result_of
+from coda_jax.fusion.losses.loss import LEAST_VOCABULARY, seen_of
+from coda_jax.fusion.losses.row_factors import with_factors_behind
+from coda_jax.fusion.losses.row_losses import row_losses
+from coda_jax.fusion.losses.row_views import with_rows_in_front
+from coda_jax.fusion.losses.stops import with_stops_behind
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_over_last
-from coda_jax.fusion.row_losses import row_losses
 from coda_jax.fusion.straight import line_of
 from coda_jax.jaxprs.def_use import variables
 
@@ -37,6 +40,12 @@ class WholeLogits:
     reason: str
 
 
+def with_losses_in_sight(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A straight jaxpr whose losses stand as they are looked for: what is in their way is moved."""
+    in_front = with_rows_in_front(with_stops_behind(closed, LEAST_VOCABULARY), LEAST_VOCABULARY)
+    return with_factors_behind(in_front, LEAST_VOCABULARY)
+
+
 def whole_logits(
     closed: core.ClosedJaxpr, taken: Sequence[Equation], *, is_exact: bool, chunk_losses: bool
 ) -> list[WholeLogits]:
@@ -48,16 +57,27 @@ def whole_logits(
       is_exact, chunk_losses: as in `Options`.
     """
     found, makers = list[WholeLogits](), Makers(closed.jaxpr)
-    for equation in dots_in(closed.jaxpr).values():
-        z, dot = result_of(makers, equation)
-        if z.aval.ndim < 2 or z.aval.shape[-1] < LEAST_VOCABULARY or any(equation is one for one in taken):
-            continue
-        wide = made_of(makers, z)
-        if _are_of_a_loss(makers, z, wide):
+    for equation, z, dot, wide in logits_in(makers):
+        if not any(equation is one for one in taken):
             size = max(x.aval.size * x.aval.dtype.itemsize for x in makers.casts(z))
             reason = "exact=True" if is_exact else "" if chunk_losses else "chunk_losses=False"
             found.append(WholeLogits(line_of(equation), size, reason or _reason(makers, equation, z, dot, wide)))
     return found
+
+
+def logits_in(makers: Makers) -> Iterator[tuple[Equation, Any, Dot | str, Collection[Any]]]:
+    """The products that are logits of a loss: the equation, its result, the product, and what has the result's columns.
+
+    Args:
+      makers: of a straight jaxpr, with its losses as they were written.
+    """
+    for equation in dots_in(makers.jaxpr).values():
+        z, dot = result_of(makers, equation)
+        if z.aval.ndim < 2 or z.aval.shape[-1] < LEAST_VOCABULARY:
+            continue
+        wide = made_of(makers, z)
+        if _are_of_a_loss(makers, z, wide):
+            yield equation, z, dot, wide
 
 
 def _are_of_a_loss(makers: Makers, z: Any, wide: Collection[Any]) -> bool:

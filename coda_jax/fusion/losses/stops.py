@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation, is_derivative
-from coda_jax.fusion.logits import exponentials_of
+from coda_jax.fusion.losses.logits import exponentials_of
 from coda_jax.fusion.makers import Makers
 from coda_jax.fusion.straight import applied, at_line
 from coda_jax.graph.values import is_float

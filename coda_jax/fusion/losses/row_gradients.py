@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative
-from coda_jax.fusion.ends import end_of, kind_of_end
-from coda_jax.fusion.logits import Logits, logits_of, result_of
+from coda_jax.fusion.dots import Dot, Equation, dots_in, is_derivative, is_dot
+from coda_jax.fusion.losses.ends import end_of, kind_of_end
+from coda_jax.fusion.losses.logits import Logits, logits_of, result_of
+from coda_jax.fusion.losses.row_losses import Region, RowLoss
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_over_last
-from coda_jax.fusion.row_losses import Region, RowLoss
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.def_use import variables
 
@@ -74,14 +74,15 @@ def row_gradients(makers: Makers, least: int) -> Iterator[RowGradient]:
     """The losses of products of at least so many columns that stand beside their gradients."""
     if not is_derivative(makers.jaxpr):
         return
-    before = _before_softmax(makers)
+    largest = _largest_softmax(makers)
     for equation in dots_in(makers.jaxpr).values():
         z, dot = result_of(makers, equation)
         if not isinstance(dot, Dot) or dot.transpose_a or dot.order_b is not None or dot.a is dot.b:
             continue
         is_kernel = dot.a.aval.dtype.itemsize == 2  # else the sums of logits are passes, as plain JAX has them
         is_wide = z.aval.ndim == dot.rows_a + 1 and z.aval.shape[-1] >= least
-        if is_kernel and is_wide and z in before:
+        is_softmax = 2 * largest.get(z, 0) >= _size(z)  # some columns may be padding
+        if is_kernel and is_wide and is_softmax:
             found = _GradientRegion(makers, next(iter(logits_of(makers, equation, z, dot)))).found()
             if found is not None:
                 yield found
@@ -126,21 +127,30 @@ class _GradientRegion(Region):
         return all(x.aval.dtype == dtype for x in end.invars) and out.itemsize <= dtype.itemsize
 
 
-def _before_softmax(makers: Makers) -> set[Any]:
-    """The variables of which exponentials and sums over columns are made, before any other product.
+def _largest_softmax(makers: Makers) -> dict[Any, float]:
+    """The elements of the largest array whose exponentials, and sums over columns, are made of a variable.
 
-    Few products' results are among them: the rows of all others need not be followed.
+    No product is between them. Few products' results are among them: the rows of all others need not be followed.
     """
-    found: dict[Any, set[str]] = {}
+    found: dict[Any, tuple[float, float]] = {}  # of exponentials, and of what is summed
     for equation in reversed(makers.equations):
-        name = equation.primitive.name
-        if name != "dot_general":
-            names = set[str]().union(*(found.get(x, ()) for x in equation.outvars))
-            if name == "exp" or (name == "reduce_sum" and is_over_last(equation)):
-                names.add(name)
-            for x in variables(equation.invars) if names else ():
-                found.setdefault(x, set()).update(names)
-    return {x for x, names in found.items() if len(names) == 2}
+        if is_dot(equation):
+            continue
+        each = [found.get(x, (0, 0)) for x in equation.outvars]
+        exponentials, sums = (max(one, default=0) for one in zip(*each, strict=True)) if each else (0, 0)
+        if equation.primitive.name == "exp":
+            exponentials = max(exponentials, _size(equation.invars[0]))
+        if equation.primitive.name == "reduce_sum" and is_over_last(equation):
+            sums = max(sums, _size(equation.invars[0]))
+        for x in variables(equation.invars) if exponentials or sums else ():
+            before = found.get(x, (0, 0))
+            found[x] = max(before[0], exponentials), max(before[1], sums)
+    return {x: min(sizes) for x, sizes in found.items()}
+
+
+def _size(x: Any) -> float:
+    """How many elements a variable has; of symbolic sizes infinitely many."""
+    return x.aval.size if isinstance(x.aval.size, int) else float("inf")
 
 
 def _has_softmax(equations: Sequence[Equation], is_wide: Any) -> bool:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.logits import exponentials_of
+from coda_jax.fusion.losses.logits import exponentials_of
 from coda_jax.fusion.makers import Makers, among
 from coda_jax.fusion.picks import is_along_last, one_hot
 from coda_jax.fusion.straight import at_line, results_with

@@ -27,8 +27,8 @@ from jax.extend import core
 
 from coda_jax.epilogue.dtypes import FLOATS
 from coda_jax.fusion.dots import Equation
-from coda_jax.fusion.ends import kind_of_end
-from coda_jax.fusion.logits import Logits
+from coda_jax.fusion.losses.ends import kind_of_end
+from coda_jax.fusion.losses.logits import Logits
 from coda_jax.fusion.makers import FLIPPED, VIEWS, Makers, among, kept_columns
 from coda_jax.fusion.picks import CLIPPED, is_along_last, is_over_last, one_hot, puts_along_last
 from coda_jax.jaxprs.def_use import variables
