@@ -226,7 +226,7 @@ def of_bias(batch, tokens, heads, shape, dtype=jnp.float32, width=8, **mask):
 
 @pytest.mark.parametrize("shape", [(1, 4, 64, 64), (1024, 1, 1, 64)], ids=str)
 def test_a_bias_gradient_of_many_sequences_takes_some_at_a_time(shape):
-    """AlphaFold's pair bias, that many short rows share: a block of 16 rows of all would be 16 MiB, and there are five."""
+    """AlphaFold's pair bias, that many short rows share: a block of 16 rows of all is 16 MiB, and there are five."""
     function, types = of_bias(1024, 64, 4, shape)
     memory = jax.jit(function).lower(*types).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * blocks._MOST_CPU_BYTES + 5 * types[0].size * 4 // 4
