@@ -116,6 +116,36 @@ def test_values_and_gradients(normalised, dtype):
         assert errors(jax.jit(door(loss))(*args), exact) < 1.5 * own + 1e-5
 
 
+def by_rms(x):
+    return x * rstd(jnp.mean(x * x, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 3e-6), (jnp.float64, 1e-13)])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("normalised", [by_two_passes, by_var, by_rms])
+def test_second_derivatives(normalised, door, dtype, bound):
+    """A product of the Hessian with a vector; the norms stand without a cast, so that float64 stays."""
+
+    def layer(w, x):
+        return x + jnp.tanh((normalised(x) * w["scale"] + w["bias"]) @ w["up"]) @ w["down"]
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(layer(w, layer(w, x))))
+
+    def of_gradient(f):
+        def along(args, direction):
+            _, gradient = f(*args)
+            return sum(map(jnp.vdot, jax.tree.leaves(gradient), jax.tree.leaves(direction)))
+
+        return jax.jit(jax.grad(along))
+
+    with jax.enable_x64(dtype == jnp.float64):
+        args = arguments(dtype)
+        direction = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=dtype)).reshape(x.shape), args)
+        expected = of_gradient(gradients(loss))(args, direction)
+        assert errors(of_gradient(DOORS[door](loss))(args, direction), expected) < bound
+
+
 def moved(f, dtype):
     """Bytes of passes of XLA's, and kept bytes."""
     args = jax.eval_shape(lambda: arguments(dtype, (2, 512)))

@@ -2,18 +2,20 @@
 
     c_j = x_j - mean,   v = sum_j c_j^2:   dv / dmean = -2 sum_j c_j = 0
 
-Before a function is differentiated, the mean's gradient is stopped in the variance alone: what else reads the mean, or
-c, has its gradient. In equations that JAX has differentiated, terms that are centred are left out of sums over the axes
-that they are centred along; so are factors of such a term that are the same along these axes.
+Before a function is differentiated, the squares in a variance get a rule without the mean's gradient: what else reads
+the mean, or c, has its gradient, and so does the derivative itself, which is no sum of centred elements. In equations
+that JAX has differentiated, terms that are centred are left out of sums over the axes that they are centred along; so
+are factors of such a term that are the same along these axes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
@@ -182,7 +184,7 @@ class _Rewritten:
 
     Args:
       found: what is centred.
-      stops: whether the gradients of means are stopped in sums of squares; else centred terms are left out of sums.
+      stops: whether the gradients of means are left out of sums of squares; else centred terms are left out of sums.
     """
 
     def __init__(self, found: _Centred, *, stops: bool):
@@ -242,7 +244,7 @@ class _Rewritten:
         return None
 
     def _squared(self, equation: Equation) -> Equation | None:
-        """The square that an equation sums, if its root is x - mean, and the gradient of the mean is to be stopped."""
+        """The square that an equation sums, if its root is x - mean, and the gradient of the mean is to be left out."""
         square = self._found.makers.maker(equation.invars[0]) if self._stops and _axes_of_sum(equation) else None
         if square is None or not is_square(square) or square.params.get("y", 2) != 2:
             return None
@@ -252,16 +254,12 @@ class _Rewritten:
         return square if is_along and self._found.difference(square.invars[0]) is not None else None
 
     def _square(self, equation: Equation) -> Any:
-        """The squares that an equation sums, with the gradient of the mean stopped."""
+        """The squares that an equation sums, whose derivative has no term for the mean."""
         square = self._squared(equation)
         assert square is not None, "a sum of squares"
         difference = self._found.difference(square.invars[0])
         assert difference is not None, "a square of centred elements"
-        x, mean = map(self._value, difference.invars)
-        (centred,) = applied(difference, [x, at_line(difference, lax.stop_gradient, mean)])
-        centred = lax.convert_element_type(centred, square.invars[0].aval.dtype)
-        (result,) = applied(square, [centred] * len(square.invars))
-        return result
+        return at_line(square, _centred_squares(difference, square), *map(self._value, difference.invars))
 
     def _rest(self, x: Any, axes: tuple[int, ...]) -> Any:
         """The array of a variable without its terms that are centred along these axes."""
@@ -283,6 +281,29 @@ class _Rewritten:
                 is_negative = equation.primitive.name == "sub" and left[0] is equation.invars[1]
                 (rests[out],) = [at_line(equation, lax.neg, *arrays)] if is_negative else arrays
         return rests[x]
+
+
+def _centred_squares(difference: Equation, square: Equation) -> Callable[[Any, Any], Any]:
+    """The squares of x - mean as a function of x and the mean, whose derivative is that of x alone.
+
+    A rule says so, not `lax.stop_gradient`: 2 (x - mean) depends on both where it is differentiated again.
+    """
+
+    def plain(x: Any, mean: Any) -> Any:
+        (centred,) = applied(difference, [x, mean])
+        centred = lax.convert_element_type(centred, square.invars[0].aval.dtype)
+        (result,) = applied(square, [centred] * len(square.invars))
+        return result
+
+    squares = jax.custom_jvp(plain)
+
+    @squares.defjvp
+    def derivative(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        (x, mean), (dx, _) = primals, tangents
+        result, tangent = jax.jvp(lambda x: plain(x, mean), (x,), (dx,))
+        return result, tangent
+
+    return squares
 
 
 def _axes_of_sum(equation: Equation) -> tuple[int, ...]:
