@@ -16,6 +16,7 @@ from coda_jax.jaxprs.walk import equations
 from tests import partitioned, plain_models
 from tests.plain_models import loss_of, model, rms_norm
 from tests.test_fuse import DOORS, counts, joined, largest_error, relative_error, with_gradients
+from tests.test_sharding_plans import matrices
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 COLUMNS = {"q", "k", "v", "up", "gate"}
@@ -578,3 +579,102 @@ def test_a_loss_with_a_rule_is_one_of_chunks_on_each_device(monkeypatch):
     assert largest_error(*(jax.tree.map(np.asarray, x) for x in (found, expected))) < 1e-5
     assert [(32, 8), (8, 512)] in products_of(True)  # 128 tokens in four, the vocabulary in two
     assert [(128, 8), (8, 1024)] in products_of(False)
+
+
+# --- products that are summed over the mesh together
+
+
+def with_separate_weights(w, x, mark, dot):
+    """A block whose norms are read by products with a weight each; `dot` multiplies by a weight whose rows are cut."""
+    h = mark("norm", rms_norm(x, w["norm_1"]))
+    q, k, v = (plain_models.heads(h @ w[name]) for name in ("q", "wide_k", "wide_v"))
+    x = mark("x", x + dot(plain_models.attention(q, k, v), w["out"]))
+    h = mark("norm", rms_norm(x, w["norm_2"]))
+    return mark("x", x + dot(jax.nn.silu(h @ w["gate"]) * (h @ w["up"]), w["down"]))
+
+
+SCHEMES = {"tensor": {}, "sequence": {"x": P(None, "model", None), "norm": P(None, None, None)}}
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_of_one_array_are_summed_over_the_mesh_once(scheme, kind, door):
+    """A layer's products are summed over the mesh four times, as those of joined weights: not once for each weight."""
+    mesh, specs = jax.make_mesh((4,), ("model",), (AxisType[kind],), devices=jax.devices()[:4]), SCHEMES[scheme]
+    asked = specs.get("x", P(None, None, None))
+    names = ("norm_1", "norm_2", "q", "wide_k", "wide_v", "out", "gate", "up", "down")
+    w, x = {name: plain_models.weights()[name] for name in names}, plain_models.inputs(length=64)
+    mark = resharded(specs) if kind == "Explicit" else to(specs, mesh)
+
+    def dot(x, w):
+        return jnp.einsum("btk,kn->btn", x, w, out_sharding=asked) if kind == "Explicit" else x @ w
+
+    def cut(name, x):
+        columns, rows = name in {*COLUMNS, "wide_k", "wide_v"}, name in ("out", "down")
+        spec = P(None, "model") if columns else P("model", None) if rows else P(None)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    plain = with_gradients(loss_of(lambda w, x: with_separate_weights(w, x, to({}), jnp.matmul)))
+    expected = jax.jit(plain)(w, x)
+    step = DOORS[door](loss_of(lambda w, x: with_separate_weights(w, x, mark, dot)))
+    with partitioned.partitioned_on_cpus(), jax.set_mesh(mesh):
+        args = {name: cut(name, x) for name, x in w.items()}, jax.device_put(x, NamedSharding(mesh, asked))
+        compiled = jax.jit(step).lower(*args).compile()
+        found = jax.device_get(compiled(*args))
+    assert largest_error(found, jax.device_get(expected)) < 1e-5
+    sums = matrices(compiled)
+    assert sums.get("all-reduce", 0) + sums.get("reduce-scatter", 0) == 4
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma", "parallel", "adapted"])
+def test_models_under_tensor_parallelism(name, door):
+    loss, (w, x) = model(name)
+    wide = {*COLUMNS, "wide_k", "wide_v", "lora_b"}
+    cuts = [(None, "model") if n in wide else ("model",) if n in ("out", "down") else () for n in w]
+    f = DOORS[door](loss)
+
+    def step(*arrays):
+        return f(dict(zip(w, arrays, strict=False)), arrays[-1])
+
+    found, *_ = partitioned.run(step, [*w.values(), x], [*cuts, ("data",)])
+    assert largest_error(found, jax.device_get(jax.jit(with_gradients(loss))(w, x))) < 1e-5
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("around", ["scan of checkpoints", "vmap"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_summed_products_in_bodies(around, door, dtype):
+    """Also in the form that XLA runs, in which products are added in float32."""
+    w, x = marked_arguments(jnp.dtype(dtype))
+    with jax.set_mesh(meshes()):
+        loss = loss_of(BODIES[around][0](marked_block(to({}))))
+        w |= {n: jax.device_put(x, NamedSharding(meshes(), P(None, "model"))) for n, x in w.items() if n in COLUMNS}
+        assert values_are_plains(loss, door, w, x)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_a_gradient_of_a_gradient_over_a_mesh(door):
+    loss, (w, x) = marked_loss(to({})), marked_arguments()
+
+    def twice(f):
+        return jax.jit(jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(w, x)[1])), (0, 1)))
+
+    with jax.set_mesh(meshes()):
+        found, expected = (twice(f)(w, x) for f in (DOORS[door](loss), with_gradients(loss)))
+    assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_devices_that_share_rows_alone_multiply_as_without_a_mesh(door):
+    """No factors are concatenated: each device runs the products that one device runs, on its rows."""
+    w, x = marked_arguments(width=64, hidden=256, rows=(8, 96))
+    w = {name: w[name] for name in ("norm", "gate", "bias", "up", "down")}
+    f = DOORS[door](marked_loss(to({})))
+
+    def step(*arrays):
+        return f(dict(zip(w, arrays, strict=False)), arrays[-1])
+
+    parts = [shapes for _, *shapes in partitioned.run(step, [*w.values(), x], [*[()] * 5, ("data",)], data=4)[1]]
+    assert len(parts) == 9 and parts.count([(2, 96, 256), (64, 256)]) == 2

@@ -35,6 +35,7 @@ from coda_jax.epilogue.linearity import is_linear as is_linear
 from coda_jax.epilogue.logsumexp import logsumexp as logsumexp
 from coda_jax.epilogue.operand import Along as Along
 from coda_jax.epilogue.operand import Operand as Operand
+from coda_jax.epilogue.operand_kinds import tile_operand as tile_operand
 from coda_jax.epilogue.program import Axis as Axis
 from coda_jax.epilogue.program import Program as Program
 from coda_jax.epilogue.program import Reduction as Reduction

@@ -31,9 +31,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from coda_jax.epilogue.dtypes import FLOAT32
 from coda_jax.epilogue.groups import ByGroup, GroupOffsets, RowGroups
+from coda_jax.epilogue.halves import Width
 from coda_jax.epilogue.operand import Along, Beside, Columns, Operand, OperandKind
 from coda_jax.epilogue.values import TABLE_ROW, Tag, same_shape, same_size
 
@@ -243,3 +246,8 @@ KINDS: tuple[OperandKind, ...] = (
     *(TILE, ROW_VECTOR, COLUMN_VECTOR, SCALAR, ROPE_TABLE, HEAD_VECTOR),
     *(GROUP_VECTOR, GROUP_SCALAR, GROUP_OFFSETS),
 )
+
+
+def tile_operand(dtype: np.dtype, width: Width) -> Operand:
+    """A tile of floats of this width."""
+    return Operand(TILE, np.dtype(dtype), np.dtype(FLOAT32), width)

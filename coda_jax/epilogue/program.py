@@ -232,6 +232,32 @@ class Program:
         stores = (*self.stores, store)
         return replace(self, nodes=tuple(nodes), stores=stores, num_outputs=self.num_outputs + 1)
 
+    def with_tile_added(self, tile: Operand) -> "Program":
+        """The program of acc plus a tile (M, N), which is the last operand."""
+        nodes: list[Node] = []
+        number: dict[int, int] = {}
+        for i, node in enumerate(self.nodes):
+            nodes.append(replace(node, inputs=tuple(number[x] for x in node.inputs)))
+            if node.op == "acc":
+                attributes = (("index", len(self.operands)), ("half", node["half"]))
+                nodes.append(Node("operand", (), "float32", attributes))
+                nodes.append(Node("add", (len(nodes) - 2, len(nodes) - 1), "float32"))
+            number[i] = len(nodes) - 1
+
+        def moved(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(number[x] for x in values)
+
+        stores = (replace(store, values=moved(store.values)) for store in self.stores)
+        reductions = (replace(one, values=moved(one.values)) for one in self.reductions)
+        return replace(
+            self,
+            operands=(*self.operands, tile),
+            nodes=tuple(nodes),
+            stores=tuple(stores),
+            reductions=tuple(reductions),
+            user_names=None,
+        )
+
     def acc_outputs(self) -> list[int]:
         """The outputs that are acc itself, all its columns in their order."""
         outputs = []

@@ -25,6 +25,7 @@ from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
 from coda_jax.fusion.rows import MARKS
 from coda_jax.fusion.straight import CHECKPOINTS
+from coda_jax.fusion.sums_of_products import products_of_sums, without_terms
 from coda_jax.fusion.units import CASTS, Unit, Units
 from coda_jax.fusion.words import words_of_call, words_of_map
 from coda_jax.graph import rounded
@@ -37,12 +38,13 @@ from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
 from coda_jax.graph.plan import has_rows
 from coda_jax.graph.rounded import Recipe, Rounding
+from coda_jax.graph.summed_once import alike, sum_of
 from coda_jax.graph.values import Leaf, Product, Value, is_seen, make_map, transposed
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.graph import LOOPS
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.operators.rounded_dot import RoundedFactors
-from coda_jax.primitives.mesh_types import explicit_sharding, vary
+from coda_jax.primitives.mesh_types import explicit_sharding, sizes_in_use, vary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,10 @@ class Lift:
         self.rows, self.dtype = self.units.rows, self.units.dtype
         self.block_rows = self.rows.block_rows()
         self.merged = Merged(self.rows.counts, is_exact, self.rows.rules)
+        self._zeros: set[Any] = set()  # results of products in whose place another has their sum
+        if sizes_in_use() and not is_exact:
+            for numbers in products_of_sums(self.units, borders):
+                self.units.last_terms |= dict.fromkeys(numbers, numbers[-1])
         self.defers = False if is_exact or has_narrow_range(self.dtype) else defers
         self.values: dict[Any, Value] = {}
         self.leaves: dict[tuple[Any, tuple[Any, ...]], Leaf] = {}
@@ -315,6 +321,18 @@ class Lift:
         if self.is_exact and out.aval.dtype != np.dtype(FLOAT32):
             value = make_map(functools.partial(_rounded, dtype=out.aval.dtype), value, derived="cast")
         self.values[out] = value
+        if self.units.last_terms.get(unit.number) == unit.number:
+            self._add_products(unit.number)
+
+    def _add_products(self, last: int) -> None:
+        """Makes one product of those that are terms of a sum, where they may be one."""
+        numbers = [i for i, of in self.units.last_terms.items() if of == last]
+        results = {self.values[x]: x for x in (self.rows.results[i] for i in numbers)}
+        for products in alike(list(results)):
+            total, (first, *others) = sum_of(products), (results[x] for x in products)
+            self.values[first] = total
+            self._zeros |= set(others)
+            self.products |= {i: total for i in numbers if self.products[i] in products}
 
     def _rounding(self, equation: Equation, dot: Dot) -> Rounding | None:
         """How the factors of a product are rounded to 8 bits; None where they are not."""
@@ -463,7 +481,12 @@ class Lift:
 
     def _make_map(self, equations: Sequence[Equation], inputs: Sequence[Any], result: Any) -> Value:
         """One value of a map of these equations."""
-        shape, merged = self.shape(result), self.merged
+        shape, merged, own = self.shape(result), self.merged, result
+        if not self._zeros.isdisjoint(inputs):
+            equations, inputs, same = without_terms(equations, inputs, self._zeros)
+            own = same.get(result, result)
+            if not equations:
+                return self.value(own)
         first = next((x for x in inputs if self.rows.of(x)), result)
         sizes, count = first.aval.shape[: self.rows.of(first)], self.rows.of(first)
         rows = math.prod(sizes)
@@ -477,11 +500,11 @@ class Lift:
             each = zip(inputs, seen, tables, strict=True)
             known = {x: merged.seen(x, array, rows, table) for x, array, table in each}
             merged.walk.run(equations, known, rows)
-            return merged.as_value(result, known[result], rows, shape)
+            return merged.as_value(result, known[own], rows, shape)
 
         function.__name__ = words_of_map(equations, self._is_whole_tile, self._drawn)
         flags = dict(zip(inputs, zip(tables, masks, strict=True), strict=True))
-        key = structure(equations, inputs, [result], lambda x: (self.rows.of(x), flags.get(x)), self._params_of)
+        key = structure(equations, inputs, [own], lambda x: (self.rows.of(x), flags.get(x)), self._params_of)
         value = self._shared(key, function, *values, derived=function.__name__)
         if value not in values:
             value.source = equations[-1].source_info.traceback

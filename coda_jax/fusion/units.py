@@ -69,6 +69,7 @@ class Units:
       kinds: of the equations: "product", "map", "cast", "maximum", "call", or "absorbed" by a product.
       makers: the number of the equation that a variable is a result of.
       readers: the numbers of the equations that read a variable; -1 for the results of all.
+      last_terms: for products that are one as terms of a sum, the number of the last of them.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, *, is_exact: bool, kept: Collection[Any] = ()):
@@ -76,7 +77,7 @@ class Units:
         def_use = DefUse(jaxpr)
         self.rows = Rows(def_use)
         self.dtype = self._products_dtype()
-        self.makers = def_use.defs
+        self.makers, self.last_terms = def_use.defs, dict[int, int]()
         self.kinds = list(map(self._kind, range(len(jaxpr.eqns))))
         ends = {x: [*def_use.uses.get(x, ()), -1] for x in def_use.results}
         self.readers = defaultdict(list, def_use.uses | ends)
@@ -301,6 +302,10 @@ class Units:
                 if equation.primitive.name in ("reshape", *CASTS) or is_square(equation):
                     open_ += equation.outvars
         return False
+
+    def kind_of(self, equation: Equation) -> str:
+        """The kind of an equation that has results."""
+        return self.kinds[self.makers[equation.outvars[0]]]
 
     def kind_of_reader(self, number: int) -> str:
         """The kind of the equation with this number, or "result"."""
@@ -552,7 +557,7 @@ class Units:
     def _late(self) -> dict[int, float]:
         """The places of gradients of weights in the order: h^T d comes after d W^T, whose epilogue may make h."""
         dots = {i: dot for i, dot in self.rows.dots.items() if self.kinds[i] == "product"}
-        last = {self.uncast(dot.a): i for i, dot in dots.items() if not dot.transpose_a}
+        last = {self.uncast(dot.a): self.last_terms.get(i, i) for i, dot in dots.items() if not dot.transpose_a}
         places: dict[int, float] = {}
         for i, dot in dots.items():
             if dot.transpose_a:

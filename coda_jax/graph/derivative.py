@@ -32,6 +32,7 @@ from coda_jax.graph.calls import Call, Result, pulled_back
 from coda_jax.graph.constraint import Constraint
 from coda_jax.graph.plan import program_beside
 from coda_jax.graph.pullbacks import inner_product
+from coda_jax.graph.summed_once import summed_once
 from coda_jax.graph.values import (
     ForEachRow,
     Leaf,
@@ -76,14 +77,16 @@ def cotangents_of(
     for group in reversed(_together(order)):
         ys = [y for y in group if y in varies and is_float(y.dtype) and terms[y] and not isinstance(y, Leaf)]
         if ys:
-            dys = [_total(terms[y], bodies) for y in ys]
+            dys = [_total(summed_once(terms[y]), bodies) for y in ys]
             for y, dy in zip(ys, dys, strict=True):
                 inner.cotangents[y] = dy
                 _liken(dy, y)
             for x, dx in _input_cotangents(ys, dys, varies, inner):
                 if x in varies and dx is not None:
                     terms[x].append(_as_wide(dx, x))
-    totals = [_total(terms[leaf], bodies) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves]
+    totals = [
+        _total(summed_once(terms[leaf]), bodies) if terms[leaf] and leaf.has_cotangent else None for leaf in leaves
+    ]
     for leaf, total in zip(leaves, totals, strict=True):
         if total is not None:
             _constrain(total, leaf)
@@ -157,8 +160,10 @@ def _input_cotangents(
             (dy,) = dys
             if y.scales is not None:
                 return rounded.cotangents(y, dy)
-            factor_cotangents = _cotangents_in_8_bits(y, dy) if is_of_8_bits(y.a.dtype) else _product_cotangents(y, dy)
-            return zip((y.a, y.b), factor_cotangents, strict=True)
+            if is_of_8_bits(y.a.dtype):
+                return zip((y.a, y.b), _cotangents_in_8_bits(y, dy), strict=True)
+            each = (zip(pair, _product_cotangents(y, dy, *pair), strict=True) for pair in y.pairs)
+            return list(itertools.chain(*each))
         case Transposed(inputs=(x,)):
             return [(x, transposed(dys[0]))]
         case ForEachRow(inputs=(x, _)):
@@ -180,8 +185,9 @@ def _cotangents_in_8_bits(y: Product, dy: Value) -> tuple[Value, Value]:
     return rounded.factor_cotangents(y, dy)
 
 
-def _product_cotangents(y: Product, dy: Value) -> tuple[Value, Value]:
-    a, b = recovered(y.a), recovered(y.b)
+def _product_cotangents(y: Product, dy: Value, a: Value, b: Value) -> tuple[Value, Value]:
+    """The cotangents of one pair of factors."""
+    a, b = recovered(a), recovered(b)
 
     def product(*factors: Value, **options: Any) -> Product:
         made = Product(*factors, groups=y.groups, **options)

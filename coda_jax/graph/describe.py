@@ -117,8 +117,9 @@ def name_of(value: Value) -> str:
 
 
 def _factors(product: Product) -> str:
-    a, b = (f"{x.shape}{'^T' * t}" for x, t in ((product.a, product.transpose_a), (product.b, product.transpose_b)))
-    return f"{a} @ {b}"
+    flags = product.transpose_a, product.transpose_b
+    each = ((f"{x.shape}{'^T' * t}" for x, t in zip(pair, flags, strict=True)) for pair in product.pairs)
+    return " + ".join(" @ ".join(pair) for pair in each)
 
 
 def _shape(value: Value) -> str:

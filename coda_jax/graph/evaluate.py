@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -36,11 +38,12 @@ def evaluate(
 
 def _evaluated(value: Value, known: Mapping[Value, jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
     if isinstance(value, Product):
-        a, b = (_as_factor(known[x], dtype) for x in (value.a, value.b))
+        pairs = [(_as_factor(known[a], dtype), _as_factor(known[b], dtype)) for a, b in value.pairs]
         if value.groups is not None:
-            return _grouped_product(value, a, b, known[value.groups])
+            return _grouped_product(value, *pairs[0], known[value.groups])
         axes = ((int(not value.transpose_a),), (int(value.transpose_b),))
-        return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=FLOAT32)
+        products = [lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=FLOAT32) for a, b in pairs]
+        return functools.reduce(operator.add, products)
     if isinstance(value, Leaf):
         raise KeyError(f"no array of a leaf of shape {value.shape}")
     if isinstance(value, Result):

@@ -129,7 +129,7 @@ class Graph:
     @functools.cached_property
     def weights(self) -> frozenset[Value]:
         """The leaves by which something is multiplied that are in another dtype than products read."""
-        factors = {x.b for x in reachable(self.outputs) if isinstance(x, Product)}
+        factors = {b for x in reachable(self.outputs) if isinstance(x, Product) for _, b in x.pairs}
         return frozenset(x for x in factors if isinstance(x, Leaf) and x.dtype != self.dtype)
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ from coda_jax.primitives.mesh_types import (
     sharding_over_explicit,
     with_same_sharding,
 )
+from coda_jax.primitives.product_arrays import as_parts
 
 _Arguments = tuple[  # of `product`
     Parts,
@@ -352,9 +353,11 @@ class _Run:
         like = self._alike(of.like)
         spec = of.out_spec if isinstance(of.spec, Constraint) else of.spec
         is_plain = ragged is None and not of.transpose_a
-        if spec is None and is_plain and isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        has_pairs = len(of.pairs) > 1
+        if spec is None and is_plain and (has_pairs or not (isinstance(a, list) or isinstance(b, list))):
             arrays = [x for x in operands.values() if isinstance(x, jax.Array)]
-            spec = spec_of_sum(a, b, *arrays, transpose_b=of.transpose_b)
+            (first_a, *_), (first_b, *_) = as_parts(a), as_parts(b)
+            spec = spec_of_sum(first_a, first_b, *arrays, transpose_b=of.transpose_b)
         return Options(
             of.transpose_a,
             of.transpose_b,
@@ -363,6 +366,7 @@ class _Run:
             k_axes=k_axes,
             halves=not of.transpose_a and any(map(has_halves, (of, *step.stores, *operands))),
             out_sharding=sharding_over_explicit(spec) if like is None else explicit_sharding(like),
+            apart=has_pairs,
         )
 
     def _alike(self, value: Value | None) -> jax.Array | None:
@@ -373,19 +377,25 @@ class _Run:
 
     def _factors(self, of: Product, spec: Sequence[Any] | Constraint | None) -> list[Parts]:
         """Both factors, in the products' dtype: arrays, or several that are pieces of one."""
-        a, b = self.in_parts(of.a), self.in_parts(of.b)
-        sums_pieces = of.transpose_b and [x.shape[-1] for x in a] == [x.shape[-1] for x in b]
-        if len(a) > 1 and not sums_pieces:
-            a = [self.known(of.a)]
-        if len(b) > 1 and not sums_pieces and (of.transpose_b or self._is_whole(of.like)):
-            b = [self.known(of.b)]
-        if not self._sums_rows(of):
-            b = [self._as_matrix(of.b, x) for x in b]
-            if of.transpose_a:
-                a = [self._as_matrix(of.a, x) for x in a]
-        a = _as_asked(of, self._as_halves(of, a), spec)
+        each = [self._pair(of, a, b) for a, b in of.pairs]
+        a, b = ([x for pieces in factors for x in pieces] for factors in zip(*each, strict=True))
+        a = _as_asked(of, a, spec)
         factors = ([x if is_of_8_bits(x.dtype) else x.astype(self.dtype) for x in one] for one in (a, b))
         return [one[0] if len(one) == 1 else one for one in factors]
+
+    def _pair(self, of: Product, value_a: Value, value_b: Value) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The arrays of one pair of factors."""
+        a, b = self.in_parts(value_a), self.in_parts(value_b)
+        sums_pieces = of.transpose_b and [x.shape[-1] for x in a] == [x.shape[-1] for x in b]
+        if len(a) > 1 and not sums_pieces:
+            a = [self.known(value_a)]
+        if len(b) > 1 and not sums_pieces and (of.transpose_b or len(of.pairs) > 1 or self._is_whole(of.like)):
+            b = [self.known(value_b)]
+        if not self._sums_rows(of):
+            b = [self._as_matrix(value_b, x) for x in b]
+            if of.transpose_a:
+                a = [self._as_matrix(value_a, x) for x in a]
+        return self._as_halves(of, a), b
 
     def _as_halves(self, of: Product, a: list[jax.Array]) -> list[jax.Array]:
         """The first factor with two axes of columns where the second has them alone: a cotangent that JAX gave."""

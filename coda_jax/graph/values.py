@@ -141,7 +141,11 @@ class Product(Value):
     front. With groups and transpose_a it is as of `coda.ragged_contraction`, (G, M, N): the rows that are summed over
     are those of each group.
 
+    With `added`, further pairs of factors of as many rows and columns, it is the sum of the products of all pairs: over
+    a mesh it is summed once. Each device multiplies one pair after the other.
+
     Attributes:
+      pairs: of factors, (a, b) and those that are added.
       groups: (G,) int32, how many rows each has; None for a plain product.
       like: the value whose cotangent the result is, and as which it is sharded over explicit mesh axes; else None.
       out_spec: the sharding over explicit mesh axes as which it is summed; None for `spec`, or what its factors say.
@@ -162,6 +166,7 @@ class Product(Value):
         transpose_b: bool = False,
         groups: Value | None = None,
         like: Value | None = None,
+        added: Sequence[tuple[Value, Value]] = (),
     ):
         has_groups = groups is not None and not transpose_a
         if len(a.shape) != 2 or len(b.shape) != 2 + has_groups:
@@ -174,7 +179,9 @@ class Product(Value):
             raise ValueError(f"product: factors are {a.dtype} and {b.dtype}; both must be of 8 bits, or neither")
         super().__init__((m, n) if groups is None or has_groups else (*groups.shape, m, n), FLOAT32)
         self.a, self.b, self.transpose_a, self.transpose_b, self.groups = a, b, transpose_a, transpose_b, groups
-        self.inputs, self.like = (a, b) if groups is None else (a, b, groups), like
+        self.pairs = ((a, b), *added)
+        factors = tuple(itertools.chain(*self.pairs))
+        self.inputs, self.like = factors if groups is None else (*factors, groups), like
         self.scales: Any = None
         self.maps_zeros = False
         self.out_spec: jax.P | None = None

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from coda_jax import ffi
-from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, types_of
+from coda_jax.epilogue import Axis, Halves, Program, ReductionOp, TileStore, is_linear, tile_operand, types_of
 from coda_jax.lowering.addressing import unsupported_reason
 from coda_jax.lowering.mesh_plan import Plan, axis_sizes, plan, units
 from coda_jax.lowering.xla_partitioner import Partition, ShardedArray, partitioned_call
@@ -97,7 +97,7 @@ def _shard(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
 
 
 def _product_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf) -> Any:
-    return form_of(arguments, _shard(arguments, spec))(*arguments)
+    return device_tiles(arguments, _shard(arguments, spec), form_of)
 
 
 def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, form_of: FormOf) -> Any:
@@ -105,9 +105,34 @@ def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, form_
     matrices = spec.matrices
     factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
     bare_shards = bare_arguments(spec, arguments)
-    accs, _ = form_of(bare_shards, bare(spec, factors))(*bare_shards)
+    accs, _ = device_tiles(bare_shards, bare(spec, factors), form_of)
     summed = [_summed(acc, axes, plan) for acc, axes in zip(accs, matrices.acc_axes, strict=True)]
     return tiles_of(summed, operands, _narrowed(spec, sum(x.shape[-1] for x in summed)))
+
+
+def device_tiles(
+    arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Stores and reductions of a product on one device; of one whose pieces of K are apart, by a product for each.
+
+    The epilogue of each but the first adds what the ones before it have stored, in the dtype of `wire_dtype`.
+    """
+    if not spec.axes.apart:
+        return form_of(arguments, spec)(*arguments)
+    count, flags, sums, has_batch = spec.axes.pieces, spec.batched, list[jax.Array](), False
+    for i in range(count):
+        is_last = i == count - 1
+        own, factors = spec if is_last else bare(spec, arguments), [i, count + i]
+        read = [*factors, *range(2 * count, len(arguments))] if is_last else factors
+        given, given_flags, program = [arguments[j] for j in read], [flags[j] for j in read], own.program
+        if sums:
+            tile = tile_operand(sums[0].dtype, program.halves.acc)
+            given, given_flags, program = [*given, *sums], [*given_flags, has_batch], program.with_tile_added(tile)
+        axes = own.axes._replace(joined=None, pieces=1, apart=False)
+        own = own.replace(program=program, axes=axes, batched=tuple(given_flags))
+        sums, reductions = form_of(given, own)(*given)
+        has_batch |= any(flags[j] for j in factors)
+    return sums, reductions
 
 
 def _summed(acc: jax.Array, axes: ProductAxes, plan: Plan) -> jax.Array:

@@ -62,9 +62,10 @@ PREACTIVATION_NAME = "coda_preactivation"
 
 @dataclasses.dataclass(frozen=True)
 class Options(CallOptions):
-    """The options of a product; `residuals` as in `coda.gemm`."""
+    """The options of a product; `residuals` as in `coda.gemm`, `apart` as in `ArrayAxes`."""
 
     residuals: str = "preactivation"
+    apart: bool = False
 
 
 def product(
@@ -222,7 +223,7 @@ def _traced(call: _Call) -> _Traced | _Rewritten:
     b_rank = arrays[1][0].ndim - num_group_axes(options)
     axes = ArrayAxes.of(arrays[0][0].ndim, b_rank, options.k_axes, options.halves, traced.program)
     if len(arrays[1]) > 1:
-        axes = axes._replace(joined=Dimension.N if is_one_factor else Dimension.K, pieces=len(arrays[1]))
+        axes = axes.in_pieces(Dimension.N if is_one_factor else Dimension.K, len(arrays[1]), apart=options.apart)
     spec = GemmSpec.of(
         dataclasses.replace(options, out_sharding=flat_sharding(arrays[0][0], arrays[1][0], options)),
         traced.program,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,9 +78,22 @@ def xla_tiles(
             accumulate_groups, ragged=spec.ragged, transpose_b=spec.transpose_b, out_sharding=spec.out_sharding
         )
         return _tiles(multiply(a, b, operands[-1]), operands, matrices.factor_sizes(arguments), spec)
+    if spec.axes.apart:
+        acc = _sum_of_products(multiply, arguments, spec)
+        return _tiles(acc, operands, matrices.factor_sizes(arguments), spec)
     has_batch = flags_a or flags_b
     acc = jax.vmap(multiply, in_axes=(_axis(flags_a), _axis(flags_b)))(a, b) if has_batch else multiply(a, b)
     return _tiles(acc, operands, matrices.factor_sizes(arguments), spec)
+
+
+def _sum_of_products(multiply: Callable[..., jax.Array], arguments: Sequence[jax.Array], spec: GemmSpec) -> jax.Array:
+    """The products of the pieces of K, added in their order."""
+    pairs, flags = spec.matrices.flatten_pairs(arguments), spec.batched
+    accs = []
+    for (a, b), *has_batch in zip(pairs, flags, flags[len(pairs) :], strict=False):
+        own = jax.vmap(multiply, in_axes=tuple(map(_axis, has_batch))) if any(has_batch) else multiply
+        accs.append(own(a, b))
+    return functools.reduce(operator.add, accs)
 
 
 def tiles_of(

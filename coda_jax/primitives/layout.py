@@ -72,6 +72,7 @@ def laid_out(
     * The pieces of one array are all sharded as the first that is sharded.
     * Row vectors are gathered over the mesh axes of the product's rows, as b is.
     * Arrays by group are too, and over all mesh axes of their groups.
+    * Column vectors that are sharded otherwise than the product's rows are sharded as these.
     * Tiles are sharded as the product, where the options give its sharding.
     * Where mesh axes shard K in both factors, which leaves it open, the product is sharded as its first tile.
     * Else b's columns are sharded as that tile's: b is gathered over mesh axes that shard parameters, as FSDP's.
@@ -108,12 +109,27 @@ def laid_out(
             options = dataclasses.replace(options, out_sharding=NamedSharding(mesh, partition_spec(mesh_axes)))
         else:
             b = [_with_columns(b[0], columns, mesh_axes[-count:], row_axes)]
+    operands = [_columns_beside_rows(x, rows, options) if i in by_shape else x for i, x in enumerate(operands)]
     return [a, b, *operands], options
 
 
 def _vector_beside_rows(x: jax.Array, row_axes: frozenset[str]) -> jax.Array:
     is_vector = x.ndim == 1 or (x.ndim == 2 and x.shape[0] == 1)
     return without_axes(x, x.ndim - 1, row_axes) if is_vector and row_axes else x
+
+
+def _columns_beside_rows(pieces: Sequence[jax.Array], rows: Factor, options: CallOptions) -> list[jax.Array]:
+    """The arrays of an operand; one that is a column vector, sharded as the product's rows."""
+    asked, count = options.out_sharding, len(rows.sizes)
+    target = (*(rows.mesh_axes if asked is None else mesh_axes_of(asked.spec, count)), ())
+
+    def placed(x: jax.Array) -> jax.Array:
+        own = explicit_cuts(x)
+        if own == target or not any(own) or not same_shape(x.shape, (*rows.sizes, 1)):
+            return x
+        return with_sharding(x, NamedSharding(explicit_sharding(x).mesh, partition_spec(target)))
+
+    return [placed(x) for x in pieces]
 
 
 def _asked_row_axes(options: CallOptions, count: int) -> frozenset[str]:

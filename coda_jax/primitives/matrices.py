@@ -44,6 +44,8 @@ class ArrayAxes(NamedTuple):
       joined: the dimension, N or K, that is several arrays; None if none is. Every array with that dimension is given
         as the same number of pieces.
       pieces: that number.
+      apart: whether a device multiplies the pieces of K one after the other, each product added to those before it, and
+        does not concatenate them.
     """
 
     m: int = 1
@@ -52,6 +54,7 @@ class ArrayAxes(NamedTuple):
     halves: bool = False
     joined: Dimension | None = None
     pieces: int = 1
+    apart: bool = False
 
     @classmethod
     def of(cls, a_rank: int, b_rank: int, k_axes: int, halves: bool, program: Program) -> ArrayAxes:
@@ -59,6 +62,10 @@ class ArrayAxes(NamedTuple):
         halves = halves and program.halves.count == 2 and not program.halves.head
         columns = b_rank - k_axes
         return cls(a_rank - k_axes, columns - (halves and program.halves.acc_halves == 2), k_axes, halves)
+
+    def in_pieces(self, joined: Dimension, pieces: int, *, apart: bool) -> ArrayAxes:
+        """The same where a dimension is so many arrays."""
+        return self._replace(joined=joined, pieces=pieces, apart=apart and joined is Dimension.K)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,6 +180,12 @@ class Matrices:
     def flatten(self, arguments: Sequence[Any]) -> list[Any]:
         """a, b and the operands as matrices and vectors, after a batch axis where there is one."""
         return _flattened(arguments, self.spec.batched, [self.a, self.b, *self.operands])
+
+    def flatten_pairs(self, arguments: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Each piece of a with its piece of b, as matrices, after a batch axis where there is one."""
+        each = zip(arguments, [*self.a, *self.b], self.spec.batched, strict=False)
+        flat = [as_matrix(x, axes, has_batch=flag) for x, axes, flag in each]
+        return list(zip(flat[: len(self.a)], flat[len(self.a) :], strict=True))
 
     def flatten_operands(self, operands: Sequence[Any]) -> list[Any]:
         """The operands alone, the arguments after the factors, as matrices and vectors."""

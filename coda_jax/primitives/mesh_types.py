@@ -52,6 +52,13 @@ def may_be_automatic(*arrays: Any) -> bool:
     return any(mesh.empty or _automatic(mesh) for mesh in meshes or [context])
 
 
+def sizes_in_use() -> tuple[int, ...]:
+    """The sizes of the axes of the mesh in use over which arrays may be sharded: of several devices, and not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    each = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return tuple(size for size, kind in each if size > 1 and kind is not AxisType.Manual)
+
+
 def _automatic(mesh: Any) -> bool:
     return any(kind is AxisType.Auto and size > 1 for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
 
