@@ -14,6 +14,7 @@ import coda_jax as coda
 from coda_jax.fusion.losses import row_losses
 from coda_jax.jaxprs.walk import equations
 from tests import partitioned, plain_models
+from tests.nvrtc import kernels, needs_nvrtc
 from tests.plain_models import loss_of, model, rms_norm
 from tests.test_fuse import DOORS, counts, joined, largest_error, relative_error, with_gradients
 from tests.test_sharding_plans import matrices
@@ -678,3 +679,23 @@ def test_devices_that_share_rows_alone_multiply_as_without_a_mesh(door):
 
     parts = [shapes for _, *shapes in partitioned.run(step, [*w.values(), x], [*[()] * 5, ("data",)], data=4)[1]]
     assert len(parts) == 9 and parts.count([(2, 96, 256), (64, 256)]) == 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_summed_products_are_kernels_of_each_device(door):
+    mesh = jax.make_mesh((4,), ("model",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    w, x = plain_models.weights(jnp.bfloat16, width=256, hidden=512), plain_models.inputs(jnp.bfloat16, width=256)
+
+    def mlp(w, x):
+        h = rms_norm(x, w["norm_1"])
+        hidden = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
+        return x + jnp.einsum("btk,kn->btn", hidden, w["down"], out_sharding=P(None, None, None))
+
+    cuts = {"norm_1": P(None), "gate": P(None, "model"), "up": P(None, "model"), "down": P("model", None)}
+    with jax.set_mesh(mesh):
+        types = {n: jax.ShapeDtypeStruct(w[n].shape, w[n].dtype, sharding=NamedSharding(mesh, cuts[n])) for n in cuts}
+        rows = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(None, None, None)))
+        step = DOORS[door](loss_of(mlp))
+        found = coda.explain(step, types, rows, platform="cuda")
+        assert kernels(step, types, rows) == 9 and not any("XLA" in product.tile for product in found.products)

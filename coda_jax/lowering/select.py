@@ -86,7 +86,7 @@ def _select_of_shards(avals: Sequence[Any], spec: GemmSpec, route: Route, anywhe
         return Selection(reason, last.config, last.origin, route.over, tuple(plan.factors for plan in plans))
     shards, shard_spec = shard_of_types(avals, spec)
     selection = select(shards[: len(shard_spec.batched)], shard_spec, anywhere=anywhere)
-    return dataclasses.replace(selection, over=route.over, shards=(factors_of(shards, spec),))
+    return dataclasses.replace(selection, over=route.over, shards=(factors_of(shards, shard_spec),))
 
 
 def factors_of(avals: Sequence[Any], spec: GemmSpec) -> str:
