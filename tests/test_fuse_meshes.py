@@ -45,7 +45,7 @@ def test_a_sharded_model(kind, shape, door):
         rows = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
         f, plain = DOORS[door](loss), with_gradients(loss)
         found, own = jax.jit(f)(sharded, rows), jax.jit(plain)(sharded, rows)
-        assert counts(f, sharded, rows)[1] == 21
+        assert counts(f, sharded, rows)[1] == 18  # of 21, of which 3 and 2 are summed together
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
             assert jax.typeof(a).sharding == jax.typeof(b).sharding
     assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5

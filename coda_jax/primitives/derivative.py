@@ -47,6 +47,7 @@ from coda_jax.primitives.product_arrays import (
     num_product_axes,
     primitive_arguments,
     product_axes,
+    row_mesh_axes,
     row_sizes,
     with_joined_halves,
     with_whole_groups,
@@ -231,7 +232,8 @@ def _traced(call: _Call) -> _Traced | _Rewritten:
         options.function if epilogue is None else traced.name,
         axes,
     )
-    spec = spec.replace(batched=(False,) * len(spec.matrices.arguments))
+    flags = (False,) * len(spec.matrices.arguments)
+    spec = spec.replace(batched=flags, row_mesh_axes=row_mesh_axes(rows, options))
     return _Traced(traced, arrays, rows, acc, tuple(types), spec, options)
 
 

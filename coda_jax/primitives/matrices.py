@@ -219,7 +219,7 @@ class Matrices:
                 sizes[dimension, piece] = x.shape[first : first + count], mesh_axes[first : first + count]
                 first += count
         (m, m_mesh_axes), (n, n_mesh_axes) = sizes[Dimension.M, 0], sizes[Dimension.N, 0]
-        ranks = self.spec.axes
+        ranks, m_mesh_axes = self.spec.axes, self.spec.row_mesh_axes or m_mesh_axes
         pieces = tuple(sizes[ranks.joined, i][0][0] for i in range(ranks.pieces)) if ranks.joined else ()
         return FactorSizes(m, n[-ranks.n :], m_mesh_axes, n_mesh_axes[-ranks.n :], pieces)
 

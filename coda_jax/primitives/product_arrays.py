@@ -25,6 +25,7 @@ from coda_jax.primitives.axes import (
     flat_rows,
 )
 from coda_jax.primitives.mesh_types import (
+    MeshAxes,
     axes_of_dimension,
     merged_sharding,
     mesh_axes_of,
@@ -170,6 +171,12 @@ def flat_sharding(a: jax.Array, b: jax.Array, options: CallOptions) -> Any:
     """The sharding of the product (M, N), from the one with all axes."""
     counts = num_product_axes(a, b, options)
     return None if options.out_sharding is None else merged_sharding(options.out_sharding, counts)
+
+
+def row_mesh_axes(rows: Sequence[Any], options: CallOptions) -> tuple[MeshAxes, ...] | None:
+    """`GemmSpec.row_mesh_axes` of a product with these axes of M."""
+    asked = options.out_sharding
+    return None if asked is None or len(rows) < 2 else mesh_axes_of(asked.spec, len(rows))
 
 
 def with_whole_groups(arrays: Sequence[Sequence[jax.Array]], options: CallOptions) -> list[list[jax.Array]]:

@@ -13,6 +13,7 @@ from coda_jax.epilogue import Program
 from coda_jax.epilogue.call_site import CallSite, call_site
 from coda_jax.primitives.axes import Dimension
 from coda_jax.primitives.matrices import ArrayAxes, Matrices
+from coda_jax.primitives.mesh_types import MeshAxes
 from coda_jax.tiles.config import GemmConfig
 
 _T = TypeVar("_T")
@@ -77,6 +78,8 @@ class GemmSpec(CallOptions):
       axes: of the arguments and results, beside a batch axis.
       name: of the epilogue, for messages.
       site: the user's line, for messages.
+      row_mesh_axes: of each axis of M in the product, where `out_sharding` says it and M is several axes; else that of
+        the factor's.
     """
 
     program: Program
@@ -85,6 +88,7 @@ class GemmSpec(CallOptions):
     axes: ArrayAxes
     name: str
     site: CallSite
+    row_mesh_axes: tuple[MeshAxes, ...] | None = None
 
     @classmethod
     def of(
