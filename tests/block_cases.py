@@ -8,7 +8,7 @@ from jax import lax
 
 import coda_jax as coda
 
-BATCH, LENGTH, WIDTH, HIDDEN, HEADS, RANK = 2, 12, 16, 40, 2, 4
+BATCH, LENGTH, WIDTH, HIDDEN, HEADS, RANK = 2, 12, 64, 40, 2, 4  # heads of 32 columns, which tiles have whole
 
 
 def swiglu(z):

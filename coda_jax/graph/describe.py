@@ -9,6 +9,7 @@ from coda_jax.graph.calls import Call, Result
 from coda_jax.graph.plan import (
     MOST_INSTRUCTIONS,
     Plan,
+    are_in_tiles,
     fits_beside,
     is_column,
     is_of_rows,
@@ -82,8 +83,11 @@ def not_local(value: Value) -> str:
     if not isinstance(value, Map) or not tiles:
         return ""
     shapes = list(dict.fromkeys([*(x.shape for x in tiles), value.shape]))
-    if any(program_beside(value, shape) is not None for shape in shapes if len(shape) == 2):
-        return ""
+    programs = [program_beside(value, shape) for shape in shapes if len(shape) == 2]
+    heads = [program.halves.head for program in programs if program is not None]
+    if heads:
+        is_in_tile = any(map(are_in_tiles, heads))
+        return "" if is_in_tile else f"it works on heads of {heads[0]} columns, which no tile has whole"
     if len(value.shape) > 2:
         return "it has a matrix of each group"
     if not any(fits_beside(x, value) for x in tiles):

@@ -4,6 +4,7 @@ Each product is a step, in the order in which the values were made. A value's `P
 epilogue of the last product that it depends on, or after it. The rules are these:
 
     a map joins the epilogue of the last product that it reads, if it is local to its tiles
+    a map of heads that no tile has whole, as of 80 columns, is a pass: the product keeps its kernel
     a map that reads a sum along rows or columns is placed after the product whose epilogue makes the sum
     a tile map that is placed after a product is computed again where it is read, in an epilogue or a pass of XLA's
     but a factor has to be in memory: an earlier epilogue that reads the same tiles stores it, else XLA makes it
@@ -44,6 +45,7 @@ from coda_jax.graph.values import (
     reachable_until,
 )
 from coda_jax.graph.zero_rows import Groups, ZeroRows
+from coda_jax.tiles.choose import takes_heads
 
 # The most instructions of an epilogue's maps, as `code_size.instructions` counts them for an element. In (16384, 2048)
 # @ (2048, 8192) on an H100 a chain of tanh is as fast in the epilogue as in a pass after it at 257, 2 % slower at 513.
@@ -469,9 +471,16 @@ def fits_beside(value: Value, product: Value) -> bool:
 def is_local(value: Map, shape: tuple[Any, ...]) -> bool:
     """True if an epilogue beside a product of this shape may make this map, and a tile for maps that read it there."""
     program = program_beside(value, shape)
-    if program is None or not value.is_tile:
-        return program is not None
+    if program is None or not are_in_tiles(program.halves.head):
+        return False
+    if not value.is_tile:
+        return True
     return not program.reductions and not any(store.transposed for store in program.stores)
+
+
+def are_in_tiles(columns: int) -> bool:
+    """True if some tile has whole heads of so many columns; also for 0, of a map without heads."""
+    return not columns or takes_heads(columns)
 
 
 def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:

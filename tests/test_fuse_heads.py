@@ -1,0 +1,61 @@
+"""`coda.fuse` of heads that no tile has whole: products stay kernels, and XLA turns the heads."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coda_jax as coda
+from tests.gemm_cases import assert_close
+from tests.plain_models import Weights, attention, rms_norm, rotated
+from tests.test_fuse import DOORS
+
+pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
+HEADS, KV_HEADS = 4, 2
+IN_NO_TILE, IN_TILES = (16, 48, 80, 112), (64, 96)
+SPELLINGS = ("apart", "joined", "with norms")
+
+
+def loss(p, x, *, size):
+    """The sum of squares of a Llama's attention, with norms of heads where there are scales of them."""
+    h, ends = rms_norm(x, p["norm"]), (HEADS * size, (HEADS + KV_HEADS) * size)
+    parts = jnp.split(h @ p["qkv"], ends, axis=-1) if "qkv" in p else [h @ p[name] for name in "qkv"]
+    q, k, v = (y.reshape(*y.shape[:-1], -1, size) for y in parts)
+    if "scale" in p:
+        q, k = (rms_norm(y, p["scale"]) for y in (q, k))
+    y = x + attention(rotated(q), rotated(k), v, is_causal=True) @ p["out"]
+    return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+
+def arguments(spelling, size, dtype, rows=(2, 24)):
+    draw, width = Weights(0, dtype), HEADS * size
+    p = {"norm": draw(width, mean=1), "out": draw(width, width)}
+    columns = {"q": width, "k": KV_HEADS * size, "v": KV_HEADS * size}
+    p |= {"qkv": draw(width, sum(columns.values()))} if spelling == "joined" else {}
+    p |= {} if spelling == "joined" else {name: draw(width, count) for name, count in columns.items()}
+    p |= {"scale": draw(size, mean=1)} if spelling == "with norms" else {}
+    return p, jnp.moveaxis(draw(width, *rows), 0, -1) * width**0.5
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("size", IN_NO_TILE)
+def test_values_and_gradients(size, spelling, door):
+    f, args = functools.partial(loss, size=size), arguments(spelling, size, jnp.float32)
+    expected = jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+    assert_close(jax.jit(DOORS[door](f))(*args), expected, 2e-5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("size", [*IN_NO_TILE, *IN_TILES])
+def test_products_are_kernels(size, spelling, door):
+    """The plan says which heads XLA turns."""
+    f = functools.partial(loss, size=size)
+    types = jax.eval_shape(lambda: arguments(spelling, size, jnp.bfloat16, (2, 512)))
+    found = coda.explain(DOORS[door](f), *types, platform="cuda")
+    assert not [one.reason for one in found.products if one.reason]
+    turned = [line for block in found.blocks for line in block.splitlines() if f"heads of {size} columns" in line]
+    assert bool(turned) == (size in IN_NO_TILE)
