@@ -206,6 +206,16 @@ def test_an_nnx_model_trains():
     assert losses[-1] < 0.5 * losses[0] and np.all(np.isfinite(losses))
 
 
+def test_columns_of_w_in_several_axes():
+    x, w, _ = arguments()
+    split = w.reshape(K, 2, N // 2)
+    y = coda.fp8.matmul(x, split)
+    assert y.shape == (M, 2, N // 2)
+    np.testing.assert_array_equal(y.reshape(M, N), coda.fp8.matmul(x, w))
+    with pytest.raises(ValueError, match=r"w \(64,\); they must be"):
+        coda.fp8.matmul(x, w[:, 0])
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

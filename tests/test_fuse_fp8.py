@@ -250,6 +250,33 @@ def test_a_layer_moves_and_keeps_no_more_than_that_of_flax_layers(name, joined):
     assert found.kept_bytes <= (1.001 if name == "llama" else 1.05) * expected.kept_bytes
 
 
+@pytest.mark.parametrize("recipe", [coda.fp8.Recipe(), DELAYED], ids=["current", "delayed"])
+def test_columns_in_two_axes(recipe):
+    """Gate and up of one weight (D, 2, F): parts of one product, as of (D, 2 F), with the same epilogues."""
+    gate_up, down, x = normal(0, D, 2, F) * D**-0.5, normal(1, F, D) * F**-0.5, normal(2, 48, D)
+    h = jnp.full((2, 2, H), 0.6)
+
+    def loss(gate_up, down, x, h, *, is_flat):
+        of_up, of_down = ({} if recipe.scaling == "current" else {"history": one} for one in h)
+        if is_flat:
+            z = coda.fp8.matmul(x, gate_up.reshape(D, 2 * F), recipe=recipe, **of_up).reshape(48, 2, F)
+        else:
+            z = coda.fp8.matmul(x, gate_up, recipe=recipe, **of_up)
+        y = coda.fp8.matmul(jax.nn.silu(z[:, 0]) * z[:, 1], down, recipe=recipe, **of_down)
+        return jnp.mean(jnp.square(y))
+
+    def step(is_flat):
+        return jax.value_and_grad(coda.fuse(functools.partial(loss, is_flat=is_flat)), (0, 1, 2, 3))
+
+    args = gate_up, down, x, h
+    found = jax.jit(step(False))(*args)
+    assert_alike(found, jax.jit(step(True))(*args))
+    assert_alike(found, jax.jit(jax.value_and_grad(functools.partial(loss, is_flat=False), (0, 1, 2, 3)))(*args))
+    plans = [[*coda.explain(step(is_flat), *args, platform="cuda").blocks] for is_flat in (False, True)]
+    assert plans[0] == plans[1]
+    assert products_in_8_bits(step(False), *args) == 6
+
+
 def test_a_batch_of_vmap_has_one_scale():
     """Its values are those of the batch as rows."""
     w, x = arguments(None)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coda_jax.fusion.dots import Equation
+from coda_jax.fusion.dots import Equation, is_dot
 from coda_jax.fusion.straight import at_line, results_with
 from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
 from coda_jax.graph.on_mesh import ELEMENTWISE
@@ -135,7 +135,7 @@ def _are_of_products(x: Any, first: int, def_use: DefUse) -> bool:
 
 
 def _is_dot(equation: Equation) -> bool:
-    return equation.primitive.name == "dot_general" and equation.params["dimension_numbers"][1] == ((), ())
+    return is_dot(equation) and equation.params["dimension_numbers"][1] == ((), ())
 
 
 def _sums_over(dot: Equation, x: Any) -> Sequence[int]:
@@ -265,7 +265,8 @@ class _Flat:
             arrays.append(self._read(x, values) if is_flat else values[x].reshape(shape))
             axes.append(tuple(dict.fromkeys(min(i, start) if i < end else i - (end - start - 1) for i in own)))
         params = {**dot.params, "dimension_numbers": ((axes[0], axes[1]), ((), ()))}
-        product: jax.Array = bind(dot.primitive, arrays, params)[0]
+        others = [read(values, x) for x in dot.invars[2:]]  # of how the factors are rounded
+        product: jax.Array = bind(dot.primitive, [*arrays, *others], params)[0]
         return product
 
     def _merged_axes(self, dot: Equation) -> list[tuple[int, int]]:

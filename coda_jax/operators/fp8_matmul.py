@@ -62,7 +62,8 @@ def matmul(
 
     Args:
       x: (..., K) bfloat16, float16 or float32.
-      w: (K, N) of such a dtype. K, N and the product of the leading axes of x are multiples of 16 for the kernel.
+      w: (K, N) of such a dtype, or (K, ...) with columns in several axes. K, N and the product of the leading axes of x
+        are multiples of 16 for the kernel.
       recipe: the dtypes and the scaling; default `Recipe(dtype=dtype, gradient_dtype=gradient_dtype)`.
       history: float32 (2, H), the maxima of x and of dy in the H steps before, the latest first, 0 where there is none.
         With a recipe of delayed scaling s_x and s_dy come from it. Its gradient is no derivative: it holds this step's
@@ -77,7 +78,7 @@ def matmul(
       implementation: as in `gemm`.
 
     Returns:
-      (..., N). The cotangents of x and w have the dtypes of x and w.
+      (..., N), with the axes that w has behind K. The cotangents of x and w have the dtypes of x and w.
 
     Raises:
       TypeError: an array or dtype that is not as above; a recipe beside other dtypes, or a history beside scales.
@@ -85,7 +86,7 @@ def matmul(
     """
     check_implementation("fp8.matmul", implementation)
     check_floats("fp8.matmul", x=x, w=w)
-    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+    if x.ndim < 1 or w.ndim < 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"fp8.matmul: x has shape {x.shape} and w {w.shape}; they must be (..., K) and (K, N)")
     named = {"a": ("x_scale", x_scale), "b": ("w_scale", w_scale), "cotangent": ("gradient_scale", gradient_scale)}
     given = {name: _checked_scale(*scale) for name, scale in named.items() if scale[1] is not None}
@@ -104,9 +105,10 @@ def matmul(
         factors = jnp.atleast_2d(x).astype(dtype), w.astype(dtype)
         sums = (factors[0].ndim - 1,), (0,)
         y = rounded_dot(*factors, *others, sums=sums, rounding=rounding, out_dtype=out_dtype)
-        return y.reshape(*x.shape[:-1], w.shape[1])
+        return y.reshape(*x.shape[:-1], *w.shape[1:])
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim != 2 else x
-    return _product(_Options(rounding, out_dtype), rows, w, others).reshape(*x.shape[:-1], w.shape[1])
+    columns = w.reshape(w.shape[0], math.prod(w.shape[1:])) if w.ndim != 2 else w
+    return _product(_Options(rounding, out_dtype), rows, columns, others).reshape(*x.shape[:-1], *w.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
