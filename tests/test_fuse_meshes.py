@@ -699,3 +699,23 @@ def test_summed_products_are_kernels_of_each_device(door):
         step = DOORS[door](loss_of(mlp))
         found = coda.explain(step, types, rows, platform="cuda")
         assert kernels(step, types, rows) == 9 and not any("XLA" in product.tile for product in found.products)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_a_gather_with_an_out_sharding(door):
+    """JAX traces it with automatic axes in the place of explicit ones; what is behind it is fused."""
+    w, tokens = plain_models.weights(), jnp.arange(64).reshape(8, 8) % 20
+    width = len(w["up"])
+    table = jax.random.normal(jax.random.key(0), (32, width))
+
+    def loss(w, table, spec=None):
+        x = table.at[tokens].get(mode="fill", out_sharding=spec)
+        return jnp.mean(jnp.square(block(w, x - jnp.mean(x, axis=-1, keepdims=True))))
+
+    expected = jax.jit(with_gradients(loss))(w, table)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        f = DOORS[door](lambda w, table: loss(w, table, jax.P("data", None, None)))
+        arrays = jax.device_put((w, table), jax.P())
+        found = jax.jit(f)(*arrays)
+        assert counts(f, *arrays)[1] == 6
+    assert largest_error(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected)) < 1e-5

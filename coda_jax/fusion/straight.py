@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from coda_jax.fusion.alike import own_params
+from coda_jax.fusion.auto_axes import with_auto_axes_apart
 from coda_jax.fusion.custom import CUSTOM_VJPS
 from coda_jax.fusion.dots import Equation
 from coda_jax.jaxprs.bind import bind
@@ -63,6 +64,7 @@ def straight(
       opens_inner: whether calls of fused functions are inlined too.
       stays: which of these calls stay all the same.
     """
+    jaxpr = jaxpr.replace(jaxpr=_with_calls(jaxpr.jaxpr))
     is_alike = [x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x) for x in arrays] == list(jaxpr.in_avals)
     if not is_alike:  # the types of all variables may be others
 
@@ -129,8 +131,13 @@ class _Opening:
         """The body of a call that is inlined."""
         source = around.source(equation)
         if self._opens_inner and is_inner(equation) and not self._stays(equation):
-            return *opened(callee(equation)), _Around(None, (*around.scope, source.source_info.name_stack))
-        return (*opened(callee(equation)), around._replace(call=source)) if is_opened(equation) else None
+            around = _Around(None, (*around.scope, source.source_info.name_stack))
+        elif is_opened(equation):
+            around = around._replace(call=source)
+        else:
+            return None
+        jaxpr, consts = opened(callee(equation))
+        return _with_calls(jaxpr), consts, around
 
     def applied(self, equation: Equation, inputs: list[Any], around: _Around) -> Sequence[Any]:
         """The results of an equation that stays."""
@@ -159,6 +166,11 @@ class _Opening:
         source, order, _ = self._transposes[id(x)]
         axes = [order[axis] for axis in equation.params["permutation"]]
         return source if axes == list(range(len(axes))) else None
+
+
+def _with_calls(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr, with calls in the place of what can be bound in another mesh context alone."""
+    return with_auto_axes_apart(jaxpr, f"{OPAQUE}auto_axes")
 
 
 def _identity(x: Any) -> Hashable:
