@@ -485,14 +485,14 @@ def test_explain_tells_where_maps_go():
     forward, backward = plans_of(jax.grad(loss(block), (0, 1)), x, p)
     lines = forward.splitlines()
     assert lines[0] == "block 'norm_before_the_sum', forward" and len(lines) == 8
-    assert lines[3] == "norm_before_the_sum_2  (24, 16) @ (16, 80): swiglu; stores 2 tiles, 0 vectors"
+    assert lines[3] == "norm_before_the_sum_2  (24, 64) @ (64, 80): swiglu; stores 2 tiles, 0 vectors"
     assert lines[5:] == [
         "XLA  'attention'",
-        *["XLA  add (24, 16): it reads what is summed over whole rows or columns"] * 2,
+        *["XLA  add (24, 64): it reads what is summed over whole rows or columns"] * 2,
     ]
     assert "swiglu backward" in backward and "XLA  the derivative of 'attention'" in backward
     text = str(coda.explain(block, x, p, platform="cuda", device="H100"))
-    assert "\nblock 'norm_before_the_sum', forward\n  norm_before_the_sum_0  (24, 16)" in text
+    assert "\nblock 'norm_before_the_sum', forward\n  norm_before_the_sum_0  (24, 64)" in text
 
 
 def test_epilogues_have_a_limit():

@@ -347,7 +347,7 @@ def test_the_derivative_is_an_epilogue(name):
 
     text = str(jax.make_jaxpr(jax.grad(function, (0, 1, 2)))(A, B, X))
     # y, then that of its derivative, and da and db.
-    assert re.findall(r", name=(\w+)\)", text) == [
+    assert re.findall(r", name=(\w+)[,)]", text) == [
         *["twice" if "twice" in name else "lambda"] * 2,
         *["gemm"] * 2,
     ]

@@ -11,7 +11,7 @@ import jax
 from jax.interpreters import mlir
 
 from coda_jax.lowering.launch import kernel_tiles
-from coda_jax.lowering.on_devices import Form, device_tiles, lower_automatic, lower_explicit
+from coda_jax.lowering.on_devices import Form, device_form, lower_automatic, lower_explicit
 from coda_jax.lowering.record import key_of
 from coda_jax.lowering.select import Route, machine_reason, report, route_of, select_shard
 from coda_jax.lowering.xla_partitioner import WAY_OUT, devices_of, with_own_attributes
@@ -76,7 +76,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *arguments: Any, spec: GemmSpec, form_
         return lower(ctx, *arguments, spec=spec, form_of=form_of)
 
     def on_one_device(*arguments: jax.Array) -> list[jax.Array]:
-        stores, reductions = device_tiles(arguments, spec, form_of)
+        stores, reductions = device_form(arguments, spec, form_of)(*arguments)
         return outputs_of([*stores, *reductions], arguments, spec)
 
     return mlir.lower_fun(on_one_device, multiple_results=True)(ctx, *arguments)

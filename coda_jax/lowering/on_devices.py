@@ -97,7 +97,7 @@ def _shard(arguments: Sequence[Any], spec: GemmSpec) -> GemmSpec:
 
 
 def _product_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf) -> Any:
-    return device_tiles(arguments, _shard(arguments, spec), form_of)
+    return device_form(arguments, _shard(arguments, spec), form_of)(*arguments)
 
 
 def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, form_of: FormOf) -> Any:
@@ -105,20 +105,25 @@ def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, form_
     matrices = spec.matrices
     factors, operands = arguments[: matrices.num_factors], arguments[matrices.num_factors :]
     bare_shards = bare_arguments(spec, arguments)
-    accs, _ = device_tiles(bare_shards, bare(spec, factors), form_of)
+    accs, _ = device_form(bare_shards, bare(spec, factors), form_of)(*bare_shards)
     summed = [_summed(acc, axes, plan) for acc, axes in zip(accs, matrices.acc_axes, strict=True)]
     return tiles_of(summed, operands, _narrowed(spec, sum(x.shape[-1] for x in summed)))
 
 
-def device_tiles(
+def device_form(arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf) -> Form:
+    """What makes the stores and reductions of a product on one device: a product for each piece of K that is apart."""
+    if not spec.axes.apart:
+        return form_of(arguments, spec)
+    return lambda *arguments: _tiles_of_pieces(arguments, spec, form_of)
+
+
+def _tiles_of_pieces(
     arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Stores and reductions of a product on one device; of one whose pieces of K are apart, by a product for each.
+    """Stores and reductions by a product for each piece of K.
 
     The epilogue of each but the first adds what the ones before it have stored, in the dtype of `wire_dtype`.
     """
-    if not spec.axes.apart:
-        return form_of(arguments, spec)(*arguments)
     count, flags, sums, has_batch = spec.axes.pieces, spec.batched, list[jax.Array](), False
     for i in range(count):
         is_last = i == count - 1
