@@ -111,7 +111,7 @@ def _sum_tiles(arguments: Sequence[jax.Array], spec: GemmSpec, plan: Plan, form_
 
 
 def device_form(arguments: Sequence[jax.Array], spec: GemmSpec, form_of: FormOf) -> Form:
-    """What makes the stores and reductions of a product on one device: a product for each piece of K that is apart."""
+    """The function that makes a product on one device, by a product for each piece of K where these are apart."""
     if not spec.axes.apart:
         return form_of(arguments, spec)
     return lambda *arguments: _tiles_of_pieces(arguments, spec, form_of)
