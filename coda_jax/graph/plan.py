@@ -118,8 +118,6 @@ class Plan:
         self.traces: dict[Hashable, dict[Any, Any]] = {}
         self.place: dict[Value, Place] = {}
         for value in order:
-            has_halves(value)
-            has_rows(value)  # inputs have been asked before, so that no recursion is deep
             self.place[value] = self._place_of(value)
         self._in_memory: dict[Value, None] = {}
         factors = [x for product in products for x in product.inputs]
@@ -486,13 +484,15 @@ def are_in_tiles(columns: int) -> bool:
 
 
 def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
-    """f, called once for each value."""
+    """f, called once for each value, and for what it is made of before it, so that no question goes deep."""
     answers: weakref.WeakKeyDictionary[Value, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(f)
     def ask(value: Value) -> bool:
         if value not in answers:
-            answers[value] = f(value)
+            for x in reachable_until([value], answers.__contains__):
+                if x not in answers:
+                    answers[x] = f(x)
         return answers[value]
 
     return ask
