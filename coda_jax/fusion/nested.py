@@ -152,7 +152,7 @@ class Nested:
             weights = list(flags) if is_alike else [False] * len(closed.in_avals)
             remats = self._around if remat is None else [remat, *self._around]
             fused = self._fused_in.get(of, self._fused)
-            function = functools.partial(fused(closed, name, remats, weights), *closed.consts)
+            function: Function = functools.partial(fused(closed, name, remats, weights), *closed.consts)
             if checkpoint is not None:
                 policy, prevent_cse = checkpoint
                 function = jax.checkpoint(_listed(function), policy=policy, prevent_cse=prevent_cse)
