@@ -67,6 +67,23 @@ def kernel_of(operation: str, target: str, attributes: str) -> str:
     return PRODUCT if triton or operation in products or re.search("cublas|gemm|matmul", target) else ""
 
 
+def with_first_names(operations: Iterable[Operation]) -> list[Operation]:
+    """The operations, of which kernels that differ by the number in their names alone are named as the first of them.
+
+    Equal layers of one function have such kernels, as loss_2 and loss_6: their arrays have the same types.
+    """
+    ours = [(re.fullmatch(r"(.*_)(\d+)", one.kernel), one) for one in operations]
+    firsts: dict[Any, int] = {}
+    keys = [(found[1], tuple(x for _, x in one.operands), one.results) if found else None for found, one in ours]
+    for key, (found, _) in zip(keys, ours, strict=True):
+        if found:
+            firsts[key] = min(firsts.get(key, int(found[2])), int(found[2]))
+    return [
+        dataclasses.replace(one, kernel=f"{found[1]}{firsts[key]}") if found else one
+        for key, (found, one) in zip(keys, ours, strict=True)
+    ]
+
+
 def count_ours(text: str) -> int:
     """How many custom calls of the library an HLO program's text has."""
     return sum(text.count(f'custom_call_target="{target}"') for target in OURS)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 import coda_jax as coda
 from benchmarks import compare, plain_llama, results, timing
-from coda_jax.extend import Head, in_heads, split_heads
+from coda_jax.extend import in_heads
+from coda_jax.operators.qkv_projection import Head, split_heads
 from flax_layers import LlamaConfig
 
 # D, F, heads, kv heads: Llama-3-1B's and Llama-3-8B's.

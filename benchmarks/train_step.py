@@ -193,11 +193,9 @@ def compile_steps(steps: Iterable[Step]) -> list[Measured]:
             waiting.append((one, pool.submit(compiled, lowered, one.variant.compiler_options)))
         for one, future in waiting:
             function, seconds, failure = future.result()
-            operations = {
-                operation.name: operation
-                for computation in hlo.hlo_computations(function.as_text(), inside_fusions=True)
-                for operation in computation
-            }
+            computations = hlo.hlo_computations(function.as_text(), inside_fusions=True)
+            named = hlo.with_first_names(one for computation in computations for one in computation)
+            operations = {one.name: one for one in named}
             call = functools.partial(function, *one.arguments)
             found.append(Measured(one.name, one.variant, function, seconds, operations, call, failure=failure))
     return found

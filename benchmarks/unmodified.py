@@ -283,15 +283,14 @@ def split_weights(w: Params, sizes: Sizes) -> Params:
 
 
 def fused_llama(sizes: Sizes, config: LlamaConfig, dtype: Any, joined: bool) -> Peer:
-    """The blocks of `flax_layers`, between which a stream carries the norms' sums."""
+    """The blocks of `flax_layers`."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)).layers)
     graphdef, abstract = nnx.split(model)
     tree = jax.tree.structure(abstract)
 
+    @coda.fuse
     def apply(leaves: Params, x: jax.Array) -> jax.Array:
-        stream = run_layers(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), coda.Stream.of(x))
-        result: jax.Array = stream.array()
-        return result
+        return run_layers(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), x)
 
     def parameters(layers: Params) -> Params:
         return jax.tree.leaves([_fused_layer(split_weights(w, sizes)) for w in layers])

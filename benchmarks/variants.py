@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -196,6 +197,22 @@ def fused(variant: Variant, setting: Setting) -> Llama:
         param_dtype=setting.param_dtype,
         rngs=nnx.Rngs(0),
     )
+
+
+def layer_kernel(name: str) -> str:
+    """The name that a layer's kernel has where a LlamaBlock is called by itself, as LlamaBlock_1; others as they are.
+
+    A step has loss_1, loss_5 and so on, a scan scan_1, and a layer under remat="save_attention" checkpoint_1.
+    """
+    found = re.fullmatch(r"(loss|scan|checkpoint)(_backward)?_(\d+)", name)
+    if found is None:
+        return name
+    number = int(found[3])
+    if found[2] is None:
+        return f"LlamaBlock_{number % 4}"
+    if found[1] == "checkpoint":  # the product that makes gate and up again is the first one
+        return "LlamaBlock_2" if number == 0 else f"LlamaBlock_backward_{number - 1}"
+    return f"LlamaBlock_backward_{number % 8}"
 
 
 def step(name: str, variant: Variant, setting: Setting, *, gradient_shardings: Any = None) -> Callable[..., Any]:

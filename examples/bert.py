@@ -25,7 +25,7 @@ import optax
 from flax import nnx
 
 import coda_jax as coda
-from flax_layers import ACTIVATIONS, MLP, Attention, Embed, LayerNorm, Linear, PostNormBlock, project
+from flax_layers import ACTIVATIONS, MLP, Attention, Embed, LayerNorm, Linear, PostNormBlock
 
 
 class BertConfig(NamedTuple):
@@ -42,18 +42,13 @@ class BertConfig(NamedTuple):
     layer_norm_eps: float = 1e-12
 
 
-@coda.block
-def predicted(x, head, norm, activation):  # x (..., D)
-    return norm(head(x).map(activation))
-
-
 class Bert(nnx.Module):
     """Encoder and head; dtype is that of products and of what flows between them, parameters are float32."""
 
     def __init__(self, config: BertConfig, *, dtype: Any = None, rngs: nnx.Rngs):
         width, init = config.hidden_size, nnx.initializers.normal(0.02)
         linear = {"kernel_init": init, "use_bias": True, "dtype": dtype, "rngs": rngs}
-        # Query, key and value apart, as checkpoints have them: one product still.
+        # Query, key and value apart, as checkpoints have them.
         heads = {"num_heads": config.num_attention_heads, "is_causal": False, "rope_theta": None, "separate_qkv": True}
         hidden = {"hidden_features": config.intermediate_size, "activation": config.hidden_act}
 
@@ -83,7 +78,7 @@ class Bert(nnx.Module):
 
     def projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """h (..., D + 8), of what the last layer makes, and w (V, D + 8): the logits are h w^T."""
-        h = predicted(x, self.head, self.head_norm, self.activation)
+        h = self.head_norm(self.activation(self.head(x)))
         # A bias is one more column of w, beside 1 in h; seven are 0, for rows are multiples of 16 bytes.
         ones = jnp.broadcast_to(jnp.eye(1, 8, dtype=h.dtype), (*h.shape[:-1], 8))
         columns = jnp.pad(self.bias[...][:, None], ((0, 0), (0, 7)))
@@ -92,7 +87,7 @@ class Bert(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         h, w = self.projected(x)
-        return project(h, w, dtype=h.dtype, transpose_b=True)  # (..., V)
+        return coda.gemm(h, w.astype(h.dtype), transpose_b=True)  # (..., V)
 
     def loss(self, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Mean cross-entropy of `logits` with labels (...) other than -100, without an array of all logits."""
@@ -156,6 +151,7 @@ def batch(rng: np.random.Generator) -> list[jax.Array]:
     return [jnp.asarray(x, jnp.int32) for x in (tokens, types, masked, labels)]
 
 
+@coda.fuse
 def loss_of(model: Bert, tokens: jax.Array, types: jax.Array, masked: jax.Array, labels: jax.Array) -> jax.Array:
     x = model.encoded(tokens, types, mask=(tokens != PAD)[:, None, None, :])
     return model.loss(jnp.take_along_axis(x, masked[..., None], axis=1), labels)  # the head has masked tokens alone

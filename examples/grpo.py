@@ -21,19 +21,19 @@ import optax
 from flax import nnx
 
 import coda_jax as coda
-from flax_layers import Llama, LlamaConfig, Stream, generate
+from flax_layers import Llama, LlamaConfig, generate
 from flax_layers.layer_stack import run_layers
 
 VOCABULARY, PROMPTS, GROUP, LENGTH, ANSWER = 16, 8, 16, 4, 4
 CLIP = 0.2
 
 
+@coda.fuse
 def logprobs(model: Llama, tokens: jax.Array) -> jax.Array:
     """Log-probabilities (B, T - 1) of tokens (B, T) behind the first; 0 in the prompt."""
-    stream = run_layers(model.layers, Stream.of(model.embed(tokens[:, :-1])))
+    x = model.norm(run_layers(model.layers, model.embed(tokens[:, :-1])))
     is_answer = jnp.broadcast_to(jnp.arange(1, tokens.shape[1]) >= LENGTH, tokens[:, 1:].shape)
-    kernel = model.head.kernel[...]
-    return coda.token_logprobs(model.norm(stream), kernel, tokens[:, 1:], mask=is_answer, dtype=stream.x.dtype)
+    return coda.token_logprobs(x, model.head.kernel[...], tokens[:, 1:], mask=is_answer, dtype=x.dtype)
 
 
 def rewards(tokens: jax.Array) -> jax.Array:

@@ -3,8 +3,9 @@
     python examples/new_architecture.py [--steps n]
 
 x + attention(norm(x)) + mlp(norm(x)), one norm for both, as PaLM and GPT-J have it; a GELU gate, embeddings that are
-scaled and tied, logits that are capped, as Gemma 2 has them. An order that flax_layers does not have is a `coda.block`
-of the same layers: docs/layers.md. It ends with what each product of a training step is lowered to on a Hopper GPU.
+scaled and tied, logits that are capped, as Gemma 2 has them. An order that flax_layers does not have is a
+function of the same layers: docs/layers.md. It ends with what each product of a training step is lowered to on a
+Hopper GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import optax
 from flax import nnx
 
 import coda_jax as coda
-from flax_layers import Attention, Embed, GatedMLP, ParallelBlock, RMSNorm, Stream
+from flax_layers import Attention, Embed, GatedMLP, ParallelBlock, RMSNorm
 
 
 def parallel_block(width: int, hidden: int, heads: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> ParallelBlock:
-    """One `coda.block` of these layers: the norm is applied in the products of both, and formed in neither."""
+    """A block of one norm, which both layers read."""
     return ParallelBlock(
         RMSNorm(width, rngs=rngs),
         Attention(width, heads, num_kv_heads=1, dtype=dtype, rngs=rngs),
@@ -39,13 +40,14 @@ class Model(nnx.Module):
         self.layers = nnx.List(parallel_block(width, 4 * width, heads, dtype=dtype, rngs=rngs) for _ in range(layers))
         self.norm = RMSNorm(width, rngs=rngs)
 
+    @coda.fuse
     def loss(self, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         embedding = self.embed.embedding[...]
-        stream = Stream.of(self.embed(tokens) * embedding.shape[1] ** 0.5)
+        x = self.embed(tokens) * embedding.shape[1] ** 0.5
         for layer in self.layers:
-            stream = layer(stream)
-        options = {"transpose_w": True, "soft_cap": 30.0, "dtype": stream.x.dtype}
-        return coda.linear_cross_entropy(self.norm(stream), embedding, labels, **options)[0]
+            x = layer(x)
+        options = {"transpose_w": True, "soft_cap": 30.0, "dtype": x.dtype}
+        return coda.linear_cross_entropy(self.norm(x), embedding, labels, **options)[0]
 
 
 @nnx.jit(donate_argnames=("model", "optimizer"))

@@ -56,7 +56,7 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, *, dtype: Any = None, rngs: nnx.Rngs):
         width, init = config.hidden_size, nnx.initializers.truncated_normal(0.02)
         linear = {"kernel_init": init, "use_bias": True, "dtype": dtype, "rngs": rngs}
-        # Query, key and value apart, as checkpoints have them: one product still.
+        # Query, key and value apart, as checkpoints have them.
         heads = {"num_heads": config.num_attention_heads, "is_causal": False, "rope_theta": None, "separate_qkv": True}
         hidden = {"hidden_features": config.intermediate_size, "activation": config.hidden_act}
         norm = partial(LayerNorm, width, epsilon=config.layer_norm_eps, rngs=rngs)
@@ -81,6 +81,7 @@ class ViT(nnx.Module):
             x = layer(x)
         return self.head(self.norm(x[:, 0]))  # of the class token alone
 
+    @coda.fuse
     def loss(self, images: jax.Array, labels: jax.Array) -> jax.Array:
         """Mean cross-entropy with labels (B,)."""
         logits = self(images).astype(jnp.float32)

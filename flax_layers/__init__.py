@@ -1,6 +1,5 @@
-"""Flax modules whose norms, gates and residuals run inside the products of `coda_jax`."""
+"""Flax modules whose norms, gates and residuals run inside the products of `coda_jax`, by `coda.fuse`."""
 
-from coda_jax import DeferredNorm, Stream
 from flax_layers import fp8 as fp8
 from flax_layers import sharding as sharding
 from flax_layers.activation import ACTIVATIONS
@@ -35,7 +34,6 @@ from flax_layers.moe import BalanceBias, MoE, RouterStatistics, load_balancing_l
 from flax_layers.muon import muon_dimension_numbers
 from flax_layers.norm import LayerNorm, RMSNorm
 from flax_layers.packing import Segments, segment_positions
-from flax_layers.project import project
 from flax_layers.rope_scaling import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -54,7 +52,6 @@ __all__ = [
     "CohereConfig",
     "CrossAttention",
     "Decoder",
-    "DeferredNorm",
     "DynamicRopeScaling",
     "Embed",
     "GPT2Config",
@@ -85,7 +82,6 @@ __all__ = [
     "RouterStatistics",
     "SandwichNormBlock",
     "Segments",
-    "Stream",
     "TextCache",
     "TransformerBlock",
     "YarnRopeScaling",
@@ -96,7 +92,6 @@ __all__ = [
     "merge_lora",
     "muon_dimension_numbers",
     "name_parameters",
-    "project",
     "remove_lora",
     "rotary",
     "rotary_angles",

@@ -108,7 +108,7 @@ def attend(
     if callable(implementation):
         function_options = {name: x for name, x in options.items() if x is not None}
         by_function = functools.partial(_by_function, implementation, is_causal, sliding_window, function_options)
-        return named(_on_explicit_shards(by_function, q, k, v, extras), CONTEXT), cache
+        return named(_as_written(by_function, q, k, v, extras), CONTEXT), cache
     if implementation is None and soft_cap is None:
         implementation = _implementation(q, k, is_causal, sliding_window, extras)
     if implementation is None or soft_cap is not None or sinks is not None:
@@ -189,7 +189,7 @@ def _by_jax(
     def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any, *_: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, bias=bias, **options)
 
-    y = _on_explicit_shards(dot_product, q, k, v, {"mask": mask, "bias": bias})
+    y = _as_written(dot_product, q, k, v, {"mask": mask, "bias": bias})
     return named(y, CONTEXT) if implementation == "xla" else y  # a policy finds cuDNN's results by its primitive
 
 
@@ -247,7 +247,7 @@ def _over_cache(
     def cached(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, *_: None) -> jax.Array:
         return _dot_product_attention(q, k, v, mask=mask, implementation="xla", scale=options["scale"])
 
-    return _on_explicit_shards(cached, q, cache.k, cache.v, {"mask": seen[:, None]})
+    return _as_written(cached, q, cache.k, cache.v, {"mask": seen[:, None]})
 
 
 def _with_segments(mask: jax.Array | None, segment_ids: jax.Array) -> jax.Array:
@@ -268,6 +268,12 @@ def _with_window(mask: jax.Array | None, length: Any, sliding_window: int) -> ja
     index = jnp.arange(length)
     inside = index > index[:, None] - sliding_window
     return inside if mask is None else mask & inside
+
+
+def _as_written(function: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+    """`_on_explicit_shards`, which `coda.fuse` leaves as it is: the implementation is chosen."""
+    y: jax.Array = coda.opaque(functools.partial(_on_explicit_shards, function), *arrays)
+    return y
 
 
 def _on_explicit_shards(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,34 +11,29 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax import DeferredNorm, Stream
 from coda_jax import rotary as rotary
-from coda_jax.extend import explicit_cuts, in_heads, in_whole_heads
-from flax_layers import on_values
-from flax_layers.adapters import LowRank, apply, apply_and_add, have_kernels
-from flax_layers.as_block import call_as_block
+from coda_jax.extend import in_heads
+from flax_layers.adapters import LowRank
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.config_checks import check_implementation, check_positive_argument
 from flax_layers.decoding.kv_cache import KVCache
+from flax_layers.fused import fused
 from flax_layers.linear import Linear, default_kernel_init, is_linear
 from flax_layers.norm import RMSNorm
-from flax_layers.on_values import Angles, dtype_of_products, takes_values, why_not, why_not_linears, with_reason
 from flax_layers.remat import QKV, named
-from flax_layers.residual import Residual, Sum
 from flax_layers.rope_scaling import RotaryScaling, check_rotary, with_amplitude
 from flax_layers.rope_scaling import rotary_angles as rotary_angles
-from flax_layers.sharding import activation_spec, constrain
-from flax_layers.text_angles import angles_of
+from flax_layers.sharding import constrain
+from flax_layers.text_angles import Angles, angles_of
 
 _QKV_AXES = tuple(("batch", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads"))
 
 
-@takes_values
 class Attention(nnx.Module):
     """Grouped-query self-attention, with rotary position embedding unless rope_theta is None.
 
-    q, k, v = split(x @ qkv);  y = softmax(rotary(q) rotary(k)^T / sqrt(Dh)) v @ out [+ residual]
+    q, k, v = split(x @ qkv);  y = softmax(rotary(q) rotary(k)^T / sqrt(Dh)) v @ out
 
     With qk_norm q and k are RMS-normalised over each head before they are turned, as in Qwen3; with qk_norm="width"
     over all heads at once, as in OLMo 2. No tile has an entire row, so that is one pass over q and one over k, after
@@ -183,35 +176,11 @@ class Attention(nnx.Module):
     def _projections(self) -> tuple[Any, ...]:
         return (self.query, self.key, self.value) if self.separate_qkv else (self.qkv,)
 
-    @overload
-    def __call__(self, x: coda.Value, **arrays: Any) -> Any: ...
-    @overload
+    @fused
     def __call__(
         self,
-        x: jax.Array | Stream | DeferredNorm,
+        x: jax.Array,
         *,
-        residual: Stream | Literal[True],
-        cache: None = None,
-        **arrays: Any,
-    ) -> Stream: ...
-    @overload
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        *,
-        residual: jax.Array | None = None,
-        cache: None = None,
-        **arrays: Any,
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self, x: jax.Array | Stream | DeferredNorm, *, residual: Residual = None, cache: KVCache, **arrays: Any
-    ) -> tuple[Any, KVCache]: ...
-    def __call__(  # type: ignore[misc]  # the overloads' arrays: positions, mask, segment_ids, bias
-        self,
-        x: jax.Array | Stream | DeferredNorm | coda.Value,
-        *,
-        residual: Residual = None,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
@@ -221,8 +190,7 @@ class Attention(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: (B, T, D) or (T, D). For a `coda.Value` the result is one; then the other arrays may be values too.
-          residual: as in Linear.
+          x: (B, T, D) or (T, D).
           positions: (T,) or (B, T) integer positions for the rotary embedding; default 0 to T - 1, or those after the
             cache's. Segments need no positions of their own: a rotated query and key depend on the difference. Where
             frequencies depend on how long a text is (LongRopeScaling, DynamicRopeScaling), a row or a segment is one,
@@ -236,99 +204,40 @@ class Attention(nnx.Module):
           bias: floats, broadcastable to (B, H, T, T), which are added to the scores, after a soft cap.
 
         Returns:
-          (B, T, D) or (T, D), as Linear returns it; with a cache a pair of that and the longer cache.
+          (B, T, D) or (T, D) in the compute dtype; with a cache a pair of that and the longer cache.
 
         Raises:
           ValueError: x, positions or segment_ids of another shape, or a cache beside mask, bias or segment_ids, or
             without is_causal; and a bias, another mask or a cache that does not say how long a text is, where
             frequencies depend on that.
-          TypeError: a mask that is not boolean, or a bias that is not floats. With a value also a residual, a cache, or
-            a module that is neither a Linear nor a low-rank adapter.
+          TypeError: a mask that is not boolean, or a bias that is not floats.
         """
-        if isinstance(x, coda.Value):
-            on_values.check_call(self, self._linears(), residual=residual)
-            angles: Any = positions
-            if not isinstance(angles, Angles):
-                angles = angles_of(self, x.shape, positions, cache, segment_ids, mask, bias)
-            return on_values.attention(self, x, angles, mask, segment_ids, cache, bias)
-        target = Sum.of(residual, x)
         angles = angles_of(self, x.shape, positions, cache, segment_ids, mask, bias)
-        return self._on_arrays(x, target, angles, mask, segment_ids, cache, bias)
+        y, longer = self._attended(*self._query_key_value(x, angles), mask, segment_ids, cache, bias)
+        return y if cache is None else (y, longer)
 
-    def _on_arrays(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        target: Sum | None,
-        angles: Angles,
-        mask: Any,
-        segment_ids: Any,
-        cache: Any,
-        bias: Any,
-        keys_values: Sequence[jax.Array] | None = None,
-    ) -> Any:
-        """The result for arrays; `keys_values` are k and v of another text, if there is one."""
-        if (reason := why_not(self, x)) is None:
-            dtype = dtype_of_products([self], x)
-            arrays = mask, segment_ids, cache, bias, keys_values
-            return call_as_block(self._in_block(), on_values.attention, x, target, angles, *arrays, dtype=dtype)
-        q, k, v = self._query_key_value(x, angles, keys_values)
-        q, k, v = (named(in_heads(y, self.head_dim), name) for y, name in zip((q, k, v), QKV, strict=True))
-        y, cache = self._attended(q, k, v, mask, segment_ids, cache, bias, self._sinks())
-        out = apply_and_add(self.out, with_reason(y, reason), target)
-        return out if cache is None else (out, cache)
+    def _query_key_value(self, x: jax.Array, angles: Angles | None) -> list[jax.Array]:
+        """q (..., T, H, Dh), k and v (..., T, Hkv, Dh), as attention reads them."""
+        if self.separate_qkv:
+            q, k, v = self.query(x), self.key(x), self.value(x)
+        else:
+            q, k, v = jnp.split(self.qkv(x), self._ends, axis=-1)
+        q, k, v = self._in_heads(q, 0), self._in_heads(k, 1), self._in_heads(v, 2)
+        if angles is not None:
+            q, k = (rotary(y, *angles) for y in (q, k))
+        return [self._as_read(y, i) for i, y in enumerate((q, k, v))]
 
-    def _linears(self) -> list[Any]:
-        """The modules that stand in the place of Linears."""
-        return [*self._projections(), self.out]
+    def _in_heads(self, y: jax.Array, which: int) -> jax.Array:
+        """Columns (..., H Dh) of queries, keys or values as heads (..., H, Dh), normalised as the layer says."""
+        norm = (self.q_norm, self.k_norm, None)[which]
+        y = y if norm is None else named(y, QKV[which])  # the norm's derivative reads it
+        y = norm(y) if self.qk_norm == "width" and norm is not None else y
+        heads = in_heads(y, self.head_dim)
+        return norm(heads) if self.qk_norm is True and norm is not None else heads
 
-    def _in_block(self) -> Attention:
-        """The layer as its block reads it: explicit mesh axes shard kernels of query, key and value between heads."""
-        if not have_kernels(*self._projections()) or not any(explicit_cuts(x[...])[-1] for x in self._columns()):
-            return self
-        copy: Attention = nnx.merge(*nnx.split(self))
-        kernels = copy._columns()
-        groups = [kernels] if self.separate_qkv else [[kernel] for kernel in kernels]
-        for group in groups:
-            for kernel, resharded in zip(group, in_whole_heads([x[...] for x in group], self.head_dim), strict=True):
-                kernel[...] = resharded
-        return copy
-
-    def _columns(self) -> list[Any]:
-        """The variables (..., N) of query, key and value, kernels and those of low-rank adapters."""
-        adapters = [LowRank.of(layer) for layer in self._projections()]
-        pairs = zip(self._projections(), adapters, strict=True)
-        return [
-            x
-            for layer, adapter in pairs
-            for x in ((layer.kernel,) if adapter is None else (adapter.base.kernel, adapter.lora.lora_b))
-        ]
-
-    def _query_key_value(
-        self, x: jax.Array | Stream | DeferredNorm, angles: Angles, keys_values: Sequence[jax.Array] | None = None
-    ) -> list[jax.Array]:
-        """q (..., T, H Dh), k and v (..., T, Hkv Dh), or `keys_values`, of a layer that is not one block."""
-        layers = self._projections()
-        if why_not_linears(self, layers) is None:
-            dtype = dtype_of_products(layers, x)
-            blocks: list[jax.Array] = call_as_block(
-                self, on_values.query_key_value, x, None, angles, keys_values, dtype=dtype
-            )
-            return blocks
-        if keys_values is not None:
-            return [self._normed(apply(self.query, x), self.q_norm), *keys_values]
-        zs = [apply(layer, x) for layer in layers]
-        columns = zs if self.separate_qkv else jnp.split(zs[0], self._ends, axis=-1)
-        columns = [self._normed(y, norm) for y, norm in zip(columns, (self.q_norm, self.k_norm, None), strict=True)]
-        q, k, v = (in_heads(y, self.head_dim) for y in columns)
-        if angles.cos is not None:
-            q, k = (rotary(y, angles.cos, angles.sin) for y in (q, k))
-        return [y.reshape(*y.shape[:-2], math.prod(y.shape[-2:])) for y in (q, k, v)]
-
-    def _normed(self, y: jax.Array, norm: Any) -> jax.Array:
-        """Columns (..., H Dh) of queries or keys, normalised over each head or over all."""
-        if norm is None or self.qk_norm == "width":
-            return y if norm is None else norm(y)
-        return norm(in_heads(y, self.head_dim)).reshape(y.shape)
+    def _as_read(self, heads: jax.Array, which: int) -> jax.Array:
+        """Queries, keys or values, kept under their name and sharded by the rules in force."""
+        return constrain(named(heads, QKV[which]), *_QKV_AXES[which])
 
     def _attended(
         self,
@@ -337,12 +246,10 @@ class Attention(nnx.Module):
         v: jax.Array,
         mask: Any,
         segment_ids: Any,
-        cache: KVCache | None,
+        cache: KVCache | None = None,
         bias: Any = None,
-        sinks: Any = None,
     ) -> tuple[jax.Array, KVCache | None]:
-        """The mixed values (..., T, H Dh) of heads (..., T, H, Dh), and the longer cache."""
-        q, k, v = (constrain(y, *axes) for y, axes in zip((q, k, v), _QKV_AXES, strict=True))
+        """The result (..., T, D) of heads (..., T, H, Dh), and the longer cache."""
         scaling = None if self.rope_theta is None else self.rope_scaling
         q, scale = with_amplitude(q, self.scale, scaling, self.partial_rotary_factor)
         y, cache = attend(
@@ -356,23 +263,12 @@ class Attention(nnx.Module):
             bias=bias,
             scale=scale,
             soft_cap=self.soft_cap,
-            sinks=sinks,
+            sinks=None if self.sinks is None else self.sinks[...],
             cache=cache,
             implementation=self.implementation,
         )
-        return constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim), cache
-
-    def _sinks(self) -> jax.Array | None:
-        """The sinks (H,), if there are any."""
-        sinks: jax.Array | None = None if self.sinks is None else self.sinks[...]
-        return sinks
-
-    def _specs(self, rows: tuple[Any, ...]) -> list[jax.P] | None:
-        """The shardings of q, k and v by the rules in force."""
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        shapes = ((*rows, count, self.head_dim) for count in counts)
-        specs = (activation_spec(shape, *axes) for shape, axes in zip(shapes, _QKV_AXES, strict=True))
-        return [spec for spec in specs if spec is not None] or None
+        y = constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim)
+        return self.out(y), cache
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from coda_jax import Stream
 from flax_layers.attention import Attention
 from flax_layers.decoding.kv_cache import KVCache
+from flax_layers.fused import fused_whole
+from flax_layers.linear import add
 from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.moe.moe import MoE
 from flax_layers.norm import LayerNorm, RMSNorm
-from flax_layers.on_values import in_stream, why_not, why_not_one_dtype
-from flax_layers.ordered_block import Layer, OrderedBlock, entering, leaving
-from flax_layers.remat import ATTENTION_OUTPUT, LAYER_OUTPUT, named
-from flax_layers.sharding import STREAM, constrain, constrain_parameters
+from flax_layers.ordered_block import OrderedBlock, attended, entering, leaving, within
+from flax_layers.sharding import constrain_parameters
 
 
 class TransformerBlock(OrderedBlock):
@@ -26,10 +26,10 @@ class TransformerBlock(OrderedBlock):
     `LlamaBlock` makes one from its sizes.
 
     Args:
-      attention_norm, mlp_norm: RMSNorm or LayerNorm, or what returns a norm of a Stream, as `coda_jax.rms_norm` does.
-      attention: Attention, or what is called as attention(h, positions=, mask=, segment_ids=[, cache=]) with the norm's
-        array (B, T, D).
-      mlp: GatedMLP, MLP or MoE, or what is called as mlp(h) with the norm's array.
+      attention_norm, mlp_norm: RMSNorm or LayerNorm, or what is called as norm(x).
+      attention: Attention, or what is called as attention(h, positions=, mask=, segment_ids=[, cache=]) with h
+        (B, T, D).
+      mlp: GatedMLP, MLP or MoE, or what is called as mlp(h).
       residual_multiplier: r, as in Granite; beside a MoE it must be 1.
 
     Raises:
@@ -53,33 +53,10 @@ class TransformerBlock(OrderedBlock):
         self.mlp_norm = mlp_norm
         self.mlp: Any = mlp
 
-    @overload  # type: ignore[override]
-    def __call__(
-        self,
-        x: Stream,
-        *,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: None = None,
-    ) -> Stream: ...
-    @overload
+    @fused_whole
     def __call__(
         self,
         x: jax.Array,
-        *,
-        positions: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: None = None,
-    ) -> jax.Array: ...
-    @overload
-    def __call__(
-        self, x: jax.Array | Stream, *, positions: jax.Array | None = None, cache: KVCache
-    ) -> tuple[Any, KVCache]: ...
-    def __call__(
-        self,
-        x: jax.Array | Stream,
         *,
         positions: jax.Array | None = None,
         mask: jax.Array | None = None,
@@ -88,39 +65,26 @@ class TransformerBlock(OrderedBlock):
         statistics: bool = False,
         token_mask: jax.Array | None = None,
     ) -> Any:
-        """Applies the block to x (B, T, D); an array in gives an array out, a Stream a Stream.
+        """Applies the block to x (B, T, D) or (T, D); returns x's shape and dtype.
 
         positions, mask, segment_ids and cache are Attention's; with a cache the result is (y, cache). statistics and
         token_mask are MoE's; with statistics the result is (y, the MoE's statistics), which are None for another `mlp`.
         """
-        block, stream = constrain_parameters(self), entering(x)
-        arrays, counted, is_stream = (positions, mask, segment_ids, cache), None, isinstance(x, Stream)
-        layers = [block.attention, block.mlp]
-        if not any(why_not(layer, stream) for layer in layers) and not why_not_one_dtype(layers, stream):
-            stream, longer = block._run(TransformerBlock._ordered, layers, stream, *arrays, has_sums=is_stream)
-        else:
-            stream, longer = block._run(TransformerBlock._attended, layers[:1], stream, *arrays)
-            stream = named(constrain(stream, *STREAM), ATTENTION_OUTPUT)
-            if isinstance(block.mlp, MoE):
-                options: dict[str, Any] = {"statistics": True, "token_mask": token_mask} if statistics else {}
-                result = block.mlp(block.mlp_norm(stream), residual=True, **options)
-                stream, counted = result if statistics else (result, None)
+        block, counted = constrain_parameters(self), None
+        x = entering(x)
+        h, longer = attended(block.attention, block.attention_norm(x), positions, mask, segment_ids, cache)
+        x = within(add(x, block._scaled(h)))
+        h = block.mlp_norm(x)
+        if isinstance(block.mlp, MoE):  # its sum over experts is rounded once, with the stream
+            options: dict[str, Any] = {"dtype": jnp.promote_types(x.dtype, jnp.float32)}
+            if statistics:
+                y, counted = block.mlp(h, statistics=True, token_mask=token_mask, **options)
             else:
-                stream, _ = block._run(TransformerBlock._fed, layers[1:], stream, has_sums=is_stream)
-        y = leaving(stream, x)
-        extras = (*(() if cache is None else (longer,)), *((counted,) if statistics else ()))
-        return (y, *extras) if extras else y
+                y = block.mlp(h, **options)
+        else:
+            y = block._scaled(block.mlp(h))
+        results = leaving(add(x, y)), *(() if cache is None else (longer,)), *((counted,) if statistics else ())
+        return results if len(results) > 1 else results[0]
 
-    def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        return self._fed(Stream(self._attended(stream, attention, mlp)), attention, mlp)
-
-    def _attended(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        """The stream after the first sub-layer."""
-        return in_stream(stream.x + self._scaled(attention(self.attention_norm(stream))), ATTENTION_OUTPUT)
-
-    def _fed(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        """The stream after the second sub-layer."""
-        return in_stream(stream.x + self._scaled(mlp(self.mlp_norm(stream))), LAYER_OUTPUT)
-
-    def _scaled(self, y: Any) -> Any:
+    def _scaled(self, y: jax.Array) -> jax.Array:
         return y if self.residual_multiplier == 1 else y * self.residual_multiplier

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import jax
 
 from flax_layers.attention import Attention
+from flax_layers.linear import add
 from flax_layers.mlp import MLP, GatedMLP
 from flax_layers.norm import LayerNorm, RMSNorm
-from flax_layers.on_values import in_stream
-from flax_layers.ordered_block import Layer, OrderedBlock
-from flax_layers.remat import ATTENTION_OUTPUT, LAYER_OUTPUT
+from flax_layers.ordered_block import Layer, OrderedBlock, within
 
 
 class _NormBehindBlock(OrderedBlock):
@@ -39,9 +38,9 @@ class PostNormBlock(_NormBehindBlock):
       mlp: called with (..., D).
     """
 
-    def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        x = self.attention_norm(in_stream(stream.x + attention(stream.x), ATTENTION_OUTPUT))
-        return self.mlp_norm(in_stream(x + mlp(x), LAYER_OUTPUT))
+    def _ordered(self, x: jax.Array, attention: Layer, mlp: Layer) -> jax.Array:
+        x = self.attention_norm(within(add(x, attention(x))))
+        return self.mlp_norm(add(x, mlp(x)))
 
 
 class NormBeforeSumBlock(_NormBehindBlock):
@@ -57,9 +56,9 @@ class NormBeforeSumBlock(_NormBehindBlock):
       mlp: called with (..., D).
     """
 
-    def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        x = in_stream(stream.x + self.attention_norm(attention(stream.x)), ATTENTION_OUTPUT)
-        return in_stream(x + self.mlp_norm(mlp(x)), LAYER_OUTPUT)
+    def _ordered(self, x: jax.Array, attention: Layer, mlp: Layer) -> jax.Array:
+        x = within(add(x, self.attention_norm(attention(x))))
+        return add(x, self.mlp_norm(mlp(x)))
 
 
 class SandwichNormBlock(OrderedBlock):
@@ -87,10 +86,9 @@ class SandwichNormBlock(OrderedBlock):
         self.attention_norm, self.attention, self.attention_out_norm = attention_norm, attention, attention_out_norm
         self.mlp_norm, self.mlp, self.mlp_out_norm = mlp_norm, mlp, mlp_out_norm
 
-    def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        y = self.attention_out_norm(attention(self.attention_norm(stream)))
-        x = in_stream(stream.x + y, ATTENTION_OUTPUT)
-        return in_stream(x + self.mlp_out_norm(mlp(self.mlp_norm(x))), LAYER_OUTPUT)
+    def _ordered(self, x: jax.Array, attention: Layer, mlp: Layer) -> jax.Array:
+        x = within(add(x, self.attention_out_norm(attention(self.attention_norm(x)))))
+        return add(x, self.mlp_out_norm(mlp(self.mlp_norm(x))))
 
 
 class ParallelBlock(OrderedBlock):
@@ -109,6 +107,6 @@ class ParallelBlock(OrderedBlock):
     def __init__(self, norm: RMSNorm | LayerNorm, attention: Attention, mlp: GatedMLP | MLP):
         self.norm, self.attention, self.mlp = norm, attention, mlp
 
-    def _ordered(self, stream: Any, attention: Layer, mlp: Layer) -> Any:
-        h = self.norm(stream)
-        return in_stream(stream.x + attention(h) + mlp(h), LAYER_OUTPUT)
+    def _ordered(self, x: jax.Array, attention: Layer, mlp: Layer) -> jax.Array:
+        h = self.norm(x)
+        return add(x, attention(h), mlp(h))

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-import coda_jax as coda
-from coda_jax import DeferredNorm, Stream
-from flax_layers import on_values
-from flax_layers.adapters import apply
-from flax_layers.as_block import call_as_block
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.axis_metadata import name_parameters
+from flax_layers.fused import fused
 from flax_layers.linear import Linear, default_kernel_init
-from flax_layers.on_values import Angles, dtype_of_products, takes_values, why_not_linears
-from flax_layers.residual import Residual, Sum
 
 
-@takes_values
 class CrossAttention(Attention):
     """Grouped-query attention of one text to another, as a decoder's to its encoder's results.
 
-    q = x @ query;  k, v = context @ key, context @ value;  y = softmax(q k^T / sqrt(Dh)) v @ out [+ residual]
+    q = x @ query;  k, v = context @ key, context @ value;  y = softmax(q k^T / sqrt(Dh)) v @ out
 
-    From "Attention Is All You Need" (arXiv 1706.03762). Queries, attention and the output are one block, keys and
-    values another: a norm of x runs in the product of the queries, the residual in that of the output.
+    From "Attention Is All You Need" (arXiv 1706.03762).
 
     Args:
       in_features: D, of x.
@@ -95,70 +87,32 @@ class CrossAttention(Attention):
         self.in_features = in_features
         self.context_features = in_features if context_features is None else context_features
 
-    @overload  # type: ignore[override]
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        context: jax.Array,
-        *,
-        residual: Stream | Literal[True],
-        mask: jax.Array | None = None,
-        bias: jax.Array | None = None,
-    ) -> Stream: ...
-    @overload
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        context: jax.Array,
-        *,
-        residual: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        bias: jax.Array | None = None,
-    ) -> jax.Array: ...
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        context: jax.Array,
-        *,
-        residual: Residual = None,
-        mask: jax.Array | None = None,
-        bias: jax.Array | None = None,
-    ) -> Any:
+    @fused
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, context: jax.Array, *, mask: jax.Array | None = None, bias: jax.Array | None = None
+    ) -> jax.Array:
         """Applies the layer.
 
         Args:
           x: (B, T, D) or (T, D).
           context: (B, S, C) or (S, C).
-          residual: as in Linear.
           mask: boolean, broadcastable to (B, H, T, S), True where a query may see a key, as where there is no padding.
           bias: floats, broadcastable to (B, H, T, S), which are added to the scores, after a soft cap.
 
         Returns:
-          (B, T, D) or (T, D), as Linear returns it.
+          (B, T, D) or (T, D), in the compute dtype.
 
         Raises:
           ValueError: x or context of another shape.
-          TypeError: a value of a `coda.block`; a mask that is not boolean, or a bias that is not floats.
+          TypeError: a mask that is not boolean, or a bias that is not floats.
         """
-        inputs: tuple[Any, ...] = x, context
-        if any(isinstance(y, coda.Value) for y in inputs):
-            raise TypeError("CrossAttention takes arrays, not values of a coda.block: its two texts have other rows")
-        if len(x.shape) not in (2, 3) or context.ndim != len(x.shape) or context.shape[:-2] != x.shape[:-2]:
+        if x.ndim not in (2, 3) or context.ndim != x.ndim or context.shape[:-2] != x.shape[:-2]:
             raise ValueError(
                 f"context {context.shape} beside x {x.shape}; they must be (B, S, C) and (B, T, D), or without B"
             )
         for name, shape, field in (("x", x.shape, "in_features"), ("context", context.shape, "context_features")):
             if shape[-1] != (width := getattr(self, field)):
                 raise ValueError(f"{name} has shape {shape}; its last axis must be {field}={width}")
-        keys_values = self._keys_values(context)
-        return self._on_arrays(x, Sum.of(residual, x), Angles(None, None), mask, None, None, bias, keys_values)
-
-    def _keys_values(self, context: jax.Array) -> list[jax.Array]:
-        """k and v, (..., S, Hkv Dh)."""
-        layers = [self.key, self.value]
-        if why_not_linears(self, layers) is None:
-            dtype = dtype_of_products(layers, context)
-            result: list[jax.Array] = call_as_block(self, on_values.key_value, context, None, dtype=dtype)
-            return result
-        k, v = (apply(layer, context) for layer in layers)
-        return [self._normed(k, self.k_norm), v]
+        columns = self.query(x), self.key(context), self.value(context)
+        heads = [self._as_read(self._in_heads(y, i), i) for i, y in enumerate(columns)]
+        return self._attended(*heads, mask, None, bias=bias)[0]

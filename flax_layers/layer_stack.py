@@ -10,14 +10,13 @@ layer before it is computed, and its gradients are summed while the backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from coda_jax import Stream
 from flax_layers.axis_metadata import name_layer, name_stack
 from flax_layers.config_checks import UNLIKE, check_alike
 from flax_layers.packing import shared_segments
@@ -26,8 +25,6 @@ from flax_layers.sharding import width_is_cut
 
 # In older versions a barrier makes cotangents of all its operands: frozen weights would have gradients.
 _BARRIER_LEAVES_ZEROS = jax.__version_info__ >= (0, 11, 1)
-
-T = TypeVar("T", jax.Array, Stream)
 
 
 def stack(layers: Sequence[nnx.Module]) -> Any:
@@ -78,7 +75,7 @@ def unstack(layers: nnx.Module) -> nnx.List:
 
 def run_layers(
     layers: Any,
-    stream: T,
+    stream: jax.Array,
     *,
     remat: Remat = None,
     remat_layers: int | None = None,
@@ -90,7 +87,7 @@ def run_layers(
     Args:
       layers: nnx.List of modules, each called as layer(stream, **options); or one module made by `stack`, which is
         scanned. What the layers write into variables of their own is lost under remat and under a scan.
-      stream: what enters, an array or a Stream.
+      stream: what enters.
       remat: as in `flax_layers.remat.policy_of`, applied to each layer.
       remat_layers: to how many of them, the first; default all. Only of a list.
       statistics: whether each is called with statistics=True and so returns (stream, a pytree or None).
@@ -113,12 +110,11 @@ def run_layers(
     if policy is not None:
         # The body cannot share computations with the backward pass, so the barriers against that are not needed.
         function = jax.checkpoint(function, policy=policy, prevent_cse=False)
-    entering = stream.with_statistic() if isinstance(stream, Stream) else stream
 
     def one_layer(stream: Any, state: Any) -> tuple[Any, Any]:
         return function(state, stream, options)
 
-    left, collected = lax.scan(one_layer, entering, states)
+    left, collected = lax.scan(one_layer, stream, states)
     return (left, collected) if statistics else left
 
 
@@ -146,8 +142,8 @@ def _called(layer: Any, stream: Any, statistics: bool, options: dict[str, Any]) 
 
 
 def _one_by_one(
-    layers: nnx.List, stream: T, policy: Any, remat_layers: int, statistics: bool, options: dict[str, Any]
-) -> tuple[T, list[Any]]:
+    layers: nnx.List, stream: jax.Array, policy: Any, remat_layers: int, statistics: bool, options: dict[str, Any]
+) -> tuple[jax.Array, list[Any]]:
     collected: list[Any] = []
     take_turns = _BARRIER_LEAVES_ZEROS and jax.sharding.get_abstract_mesh().size > 1
     parameters = [nnx.state(layer, nnx.Param) for layer in layers] if take_turns else []

@@ -1,68 +1,72 @@
-"""A Linear: its input may be a norm that is not applied yet, its result may join the residual stream."""
+"""A Linear, and the product under every layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import add_residual, add_residual_sumsq
-from coda_jax.extend import concatenate as joined_vectors
-from coda_jax.extend import product as fused_product
-from flax_layers.as_block import call_as_block, check_residual
+from coda_jax.extend import spec_of_sum
 from flax_layers.fp8 import History, history_of
-from flax_layers.project import add_bias, project
-from flax_layers.residual import Residual, Sum
-from flax_layers.sharding import keeps_weights
+from flax_layers.fused import fused
 
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
 def is_linear(*layers: Any) -> bool:
-    """Whether all are Linears, called as such, not adapters in their place: a block may read their kernels."""
+    """Whether all are Linears, called as such, not adapters in their place: their kernels say what they do."""
     return all(isinstance(layer, Linear) and type(layer).__call__ is Linear.__call__ for layer in layers)
 
 
 def product(
-    x: coda.Value, kernels: Sequence[Any], fp8: coda.fp8.Recipe | None = None, history: History | None = None
-) -> Any:
-    """x w for w of concatenated kernels (K, N_i), values or arrays, as one product; or of one kernel (K, 2, F).
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    dtype: DTypeLike | None = None,
+    fp8: coda.fp8.Recipe | None = None,
+    history: History | None = None,
+) -> jax.Array:
+    """x (..., K) times kernel (K, ...), in the compute dtype; in 8 bits by a recipe and its history.
 
-    Under rules that shard the width, the gathered w is kept for the backward pass.
+    Raises:
+      ValueError: x has not K features.
     """
-    values = [x._trace.value(kernel) for kernel in kernels]
-    maxima = None if history is None else history[...]
-    return fused_product(x, values, keep_weights=keeps_weights(), recipe=fp8, history=maxima)
+    x = jnp.asarray(x)
+    if x.ndim < 1 or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(
+            f"a product over {kernel.shape[0]} features wants (..., {kernel.shape[0]}), got shape {x.shape}"
+        )
+    dtype = dtype or jnp.result_type(x, kernel)
+    factors = x.astype(dtype), kernel.astype(dtype)
+    if fp8 is not None:
+        return coda.fp8.matmul(*factors, recipe=fp8, history=None if history is None else history[...])
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(*factors, numbers, out_sharding=spec_of_sum(*factors))
 
 
-def apply_as_one_product(layers: Sequence[Any], x: coda.Value) -> Any:
-    """The concatenated results of Linears, as one product."""
-    y = product(x, [layer.kernel[...] for layer in layers], *_rounding(layers))
-    if all(layer.bias is None for layer in layers):
-        return y
-    arrays = (jnp.zeros(layer.kernel.shape[-1]) if layer.bias is None else layer.bias[...] for layer in layers)
-    biases = [x._trace.value(bias) for bias in arrays]
-    return y + (joined_vectors(biases) if len(biases) > 1 else biases[0])
+def add(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """The sum of x and others of its shape, rounded once, to the dtype of x.
 
-
-def _rounding(layers: Sequence[Any]) -> tuple[coda.fp8.Recipe | None, History | None]:
-    """The recipe and the history of layers which are one product: the history is that of the first."""
-    first, *others = (layer.fp8 for layer in layers)
-    if any(other != first for other in others):
-        raise ValueError(f"fp8: layers that are one product have {[first, *others]}; all must have the same")
-    return first, layers[0].fp8_history
+    Raises:
+      ValueError: one has another shape.
+    """
+    total = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for y in others:
+        if y.shape != x.shape:
+            raise ValueError(f"an output of shape {y.shape} is added to a stream of shape {x.shape}")
+        total = total + y.astype(total.dtype)
+    return total.astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """Linear map, optionally added to the residual stream in the product's epilogue.
+    """Linear map.
 
-    y = x @ kernel [+ bias],  or  y = residual + x @ kernel [+ bias]
+    y = x @ kernel [+ bias]
 
     Args:
       in_features: K.
@@ -100,56 +104,17 @@ class Linear(nnx.Module):
         self.dtype = dtype
         self.fp8, self.fp8_history = fp8, history_of(fp8)
 
-    @overload
-    def __call__(self, x: coda.Value) -> coda.Value: ...
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream | DeferredNorm | coda.Value, *, residual: Residual = None) -> Any:
-        """Applies the map.
-
-        Args:
-          x: (..., K); for a `coda.Value` the result is one, in the dtype of the block.
-          residual: (..., N) to add before the one rounding; True for what x, a norm that is not applied yet,
-            normalises. Given a Stream or True, the result is a Stream, with its statistic unless x is a LayerNorm.
-
-        Returns:
-          (..., N), in the residual's dtype if there is one, else in the compute dtype.
+    @fused
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the map to x (..., K); returns (..., N) in the compute dtype.
 
         Raises:
-          ValueError: x or residual of another shape, or True beside an x that is no DeferredNorm.
-          TypeError: a residual beside a value.
+          ValueError: x of another width.
         """
-        target = Sum.of(residual, x)
-        if isinstance(x, coda.Value):
-            return apply_as_one_product([self], x)
-        if isinstance(x, DeferredNorm) or self.fp8 is not None:
-            return _in_block(self, x, target)
-        if target is not None:
-            return add_product(self, x, target)
-        biases = () if self.bias is None else (self.bias[...],)
-        y: jax.Array = project(x, self.kernel[...], *biases, epilogue=add_bias if biases else None, dtype=self.dtype)
-        return y
+        y = product(x, self.kernel[...], dtype=self.dtype, fp8=self.fp8, history=self.fp8_history)
+        return y if self.bias is None else _with_bias(y, self.bias[...])
 
 
-def _in_block(layer: Linear, x: Any, residual: Sum | None) -> Any:
-    dtype = layer.dtype or jnp.result_type(x.dtype, layer.kernel[...])
-    return call_as_block(layer, _lines, x, residual, dtype=dtype)
-
-
-def _lines(layer: Linear, x: Any) -> Any:
-    return apply_as_one_product([layer], x).named("norm_projection")  # of `flax_layers.remat`
-
-
-def add_product(layer: Any, x: jax.Array | Stream, residual: Sum) -> jax.Array | Stream:
-    """The map of x added to the residual, in one product."""
-    if layer.fp8 is not None:
-        return _in_block(layer, x, residual)
-    kernel, biases = layer.kernel[...], () if layer.bias is None else (layer.bias[...],)
-    check_residual(residual.array.shape, (*x.shape[:-1], kernel.shape[-1]))
-    add = add_residual_sumsq if residual.has_sums else add_residual
-    out = project(x, kernel, residual.array, *biases, epilogue=add, dtype=layer.dtype, out_dtype=residual.array.dtype)
-    if not residual.is_stream:
-        return out
-    return Stream(*out) if residual.has_sums else Stream(out)
+def _with_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)

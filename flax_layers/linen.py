@@ -11,9 +11,8 @@
 
 Arguments are those of the nnx module, all by keyword, without `rngs`; parameters have its names and shapes, so
 `nnx.update(module, nn.meta.unbox(variables["params"]))` gives them to the nnx module, whose `generate` reads them
-there. What the modules take and return is the same too: Streams and norms not yet applied pass from one to the next, as
-do caches. Other methods of the nnx module are called by name: `model.apply(variables, tokens, labels,
-nnx_method="loss")`.
+there. What the modules take and return is the same too. Other methods of the nnx module are called by name:
+`model.apply(variables, tokens, labels, nnx_method="loss")`.
 
 Variables have the names of their axes as flax's logical partitioning wants them (`flax_layers.axis_metadata`), and are
 used as arrays otherwise: `nn.get_partition_spec` gives the names, also of what nn.scan stacks along any axis, and

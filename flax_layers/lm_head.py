@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coda_jax import DeferredNorm, Stream, linear_cross_entropy, token_logprobs
-from coda_jax.extend import array
+from coda_jax import linear_cross_entropy, token_logprobs
 from flax_layers.activation import soft_capped
 from flax_layers.adapters import LowRank
 from flax_layers.axis_metadata import parameter
-from flax_layers.linear import default_kernel_init
-from flax_layers.project import project
+from flax_layers.fused import fused
+from flax_layers.linear import add, default_kernel_init, product
 from flax_layers.sharding import constrain
 
 
@@ -23,8 +22,6 @@ class LMHead(nnx.Module):
     """Projection to the vocabulary.
 
     logits = x @ kernel,  or  x @ embedding^T  where the weight is tied to the token embedding
-
-    The row factor of a final norm is applied in the product's epilogue.
 
     Args:
       in_features: D.
@@ -56,13 +53,8 @@ class LMHead(nnx.Module):
         self.vocab_size = vocab_size
         self.dtype = dtype
 
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        *,
-        embedding: jax.Array | None = None,
-        soft_cap: float | None = None,
-    ) -> jax.Array:
+    @fused
+    def __call__(self, x: jax.Array, *, embedding: jax.Array | None = None, soft_cap: float | None = None) -> jax.Array:
         """Logits (..., V) of x (..., D).
 
         Args:
@@ -74,18 +66,11 @@ class LMHead(nnx.Module):
           ValueError: x or embedding of another shape, an embedding for an untied head, or none for a tied one.
         """
         weight = self._weight(embedding)
-        options: dict[str, Any] = {"dtype": self.dtype, "transpose_b": self.kernel is None}
-        if soft_cap is None:
-            return project(x, weight, **options)
-
-        def soft_capped_logits(acc: jax.Array) -> jax.Array:
-            return soft_capped(acc, soft_cap=soft_cap)
-
-        return project(x, weight, epilogue=soft_capped_logits, **options)
+        return _capped(product(x, weight.T if self.kernel is None else weight, dtype=self.dtype), soft_cap)
 
     def loss(
         self,
-        x: jax.Array | Stream | DeferredNorm,
+        x: jax.Array,
         labels: jax.Array,
         *,
         weights: jax.Array | None = None,
@@ -109,7 +94,7 @@ class LMHead(nnx.Module):
           ValueError: as `__call__`, or a shape or option that `coda_jax.linear_cross_entropy` refuses.
         """
         return linear_cross_entropy(
-            x if isinstance(x, DeferredNorm) else array(x),
+            x,
             self._weight(embedding),
             labels,
             weights=weights,
@@ -120,7 +105,7 @@ class LMHead(nnx.Module):
 
     def token_logprobs(
         self,
-        x: jax.Array | Stream | DeferredNorm,
+        x: jax.Array,
         labels: jax.Array,
         *,
         embedding: jax.Array | None = None,
@@ -141,7 +126,7 @@ class LMHead(nnx.Module):
           ValueError: as `__call__`, or a shape or option that `coda_jax.token_logprobs` refuses.
         """
         return token_logprobs(
-            x if isinstance(x, DeferredNorm) else array(x),
+            x,
             self._weight(embedding),
             labels,
             transpose_w=self.kernel is None,
@@ -198,9 +183,15 @@ class _AdaptedHead(NamedTuple):
         return {"w": self.w, "low_rank": delta, "transpose_w": self.transposed, "dtype": self.low_rank.dtype}
 
 
-def logits_of(
-    head: Any, x: jax.Array | Stream | DeferredNorm, embedding: jax.Array | None, soft_cap: float | None = None
-) -> jax.Array:
+def _capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """soft_cap * tanh(logits / soft_cap), in float32, in the dtype of the logits."""
+    if soft_cap is None:
+        return logits
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return soft_capped(wide, soft_cap=soft_cap).astype(logits.dtype)
+
+
+def logits_of(head: Any, x: jax.Array, embedding: jax.Array | None, soft_cap: float | None = None) -> jax.Array:
     """Logits (..., V) of an LMHead or a module in its place; arguments as in `LMHead.__call__`."""
     adapted = _AdaptedHead.of(head, embedding)
     if adapted is None and isinstance(head, LMHead):
@@ -208,14 +199,14 @@ def logits_of(
     if adapted is None:
         plain: jax.Array = head(x, embedding=embedding)
         return plain if soft_cap is None else soft_capped(plain, soft_cap=soft_cap)
-    w, transposed, low_rank = adapted
-    y = project(x, w, dtype=low_rank.dtype, transpose_b=transposed)
-    logits = low_rank.add_product(low_rank.inner(x), y)
-    return logits if soft_cap is None else soft_capped(logits.astype(jnp.float32), soft_cap=soft_cap).astype(y.dtype)
+    w, transposed, (base, lora) = adapted
+    dtype = lora.dtype or base.dtype
+    delta = product(product(x, lora.lora_a[...], dtype=dtype), lora.lora_b[...], dtype=dtype)
+    return _capped(add(product(x, w.T if transposed else w, dtype=base.dtype), delta), soft_cap)
 
 
 def loss_of(
-    head: Any, x: jax.Array | DeferredNorm, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
+    head: Any, x: jax.Array, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """`LMHead.loss`, also of an adapter in its place."""
     adapted = _AdaptedHead.of(head, embedding)
@@ -226,7 +217,7 @@ def loss_of(
 
 
 def token_logprobs_of(
-    head: Any, x: jax.Array | DeferredNorm, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
+    head: Any, x: jax.Array, labels: jax.Array, *, embedding: jax.Array | None, **options: Any
 ) -> Any:
     """`LMHead.token_logprobs`, also of an adapter in its place."""
     adapted = _AdaptedHead.of(head, embedding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,91 +12,29 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import split_halves, with_same_sharding
-from flax_layers import on_values
+from coda_jax.extend import constrained, split_halves
 from flax_layers.activation import Activation, activation_of
-from flax_layers.adapters import apply, apply_and_add
-from flax_layers.as_block import call_as_block
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.fp8 import history_of
-from flax_layers.linear import Linear, default_kernel_init, is_linear
-from flax_layers.on_values import dtype_of_products, takes_values, why_not, why_not_linears, with_reason
-from flax_layers.residual import Residual, Sum
-from flax_layers.sharding import constrain
+from flax_layers.fused import fused
+from flax_layers.linear import Linear, default_kernel_init, is_linear, product
+from flax_layers.remat import named
+from flax_layers.sharding import activation_spec, constrain
 
-HIDDEN = ("batch", None, "mlp")
-
-
-@takes_values
-class _FeedForward(nnx.Module):
-    """The common base of GatedMLP and MLP: down(hidden) [+ residual]."""
-
-    down: Any
-    dtype: DTypeLike | None
-
-    @overload
-    def __call__(self, x: coda.Value) -> coda.Value: ...
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: Stream | Literal[True]) -> Stream: ...
-    @overload
-    def __call__(self, x: jax.Array | Stream | DeferredNorm, *, residual: jax.Array | None = None) -> jax.Array: ...
-    def __call__(self, x: jax.Array | Stream | DeferredNorm | coda.Value, *, residual: Residual = None) -> Any:
-        """Applies the layer to x (..., D); `residual` as in Linear.
-
-        The layer is one block, with the norm of x where that is not applied yet. A `coda.Value` gives a value.
-
-        Raises:
-          TypeError: with a value, a residual, or a module that is neither a Linear nor a low-rank adapter of one.
-        """
-        if isinstance(x, coda.Value):
-            on_values.check_call(self, self._linears(), residual=residual)
-            return self._on_value(x)
-        target = Sum.of(residual, x)
-        if (reason := why_not(self, x)) is None:
-            return call_as_block(self._in_block(), _lines, x, target, dtype=dtype_of_products([self], x))
-        if why_not_linears(self, self._ups()) is None:
-            hidden = call_as_block(self._in_block(), _hidden_lines, x, None, dtype=dtype_of_products([self], x))
-        else:
-            zs = [apply(up, x) for up in self._ups()]
-            wide = [z.astype(jnp.promote_types(z.dtype, jnp.float32)) for z in zs]
-            hidden = constrain(self._activated(wide).astype(zs[0].dtype), *HIDDEN)
-        return apply_and_add(self.down, with_reason(hidden, reason), target)
-
-    def _linears(self) -> list[Any]:
-        """The modules that stand in the place of Linears."""
-        return [*self._ups(), self.down]
-
-    def _on_value(self, x: Any) -> Any:
-        return apply(self.down, on_values.hidden(self._hidden(x)))
-
-    def _in_block(self) -> Any:
-        """The layer as its block reads it."""
-        return self
-
-    def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        """The hidden activation from the results of the modules of `_ups`."""
-        raise NotImplementedError
-
-    def _ups(self) -> list[Any]:
-        """The modules that make the hidden activation, Linears or modules in their place."""
-        raise NotImplementedError
-
-    def _hidden(self, x: coda.Value) -> Any:
-        """The hidden activation of a value."""
-        raise NotImplementedError
+_HIDDEN = ("batch", None, "mlp")
+_HIDDEN_NAME = "mlpwi"  # of `flax_layers.remat`
 
 
-class GatedMLP(_FeedForward):
+class GatedMLP(nnx.Module):
     """Gated feed-forward layer.
 
-    y = (activation(x @ gate) * (x @ up)) @ down [+ residual]
+    y = (activation(x @ gate) * (x @ up)) @ down
 
     Gate and up are stored together as `gate_up` (D, 2, F), the shape TransformerEngine gives `wi_kernel`: seen as
     (D, 2F) without a copy, it is one product, whose epilogue multiplies the halves and stores half the width.
     A module in its place, as an nnx.LoRALinear, is called with x and returns (..., 2F), the gate's columns first; as
     its kernel, gate_up is `gate_up.reshape(D, 2 * F)`. With separate_gate_up they are two Linears, `gate` and `up`, as
-    other libraries keep them, and still one product: their kernels are concatenated where they are cast.
+    other libraries keep them.
     `split_kernel` gives the (D, F) kernels in either form.
 
     Args:
@@ -154,35 +92,32 @@ class GatedMLP(_FeedForward):
                 raise TypeError(f"{name} is a {type(layer).__name__} in the place of a Linear: no kernel to give")
         return [self.gate.kernel[...], self.up.kernel[...]]
 
-    def _in_block(self) -> GatedMLP:
-        """The layer as its block reads it: kernels of gate and up are one, (D, 2, F)."""
-        if not self.separate_gate_up or not is_linear(self.gate, self.up):
-            return self
-        layer: GatedMLP = nnx.merge(*nnx.split(self))
-        layer.gate_up = nnx.Param(jnp.stack(with_same_sharding(self.split_kernel(), None), axis=1))
-        layer.gate_up_history = layer.gate.fp8_history
-        layer.gate = layer.up = nnx.data(None)
-        layer.separate_gate_up = False
-        return layer
+    @fused
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x (..., D); returns (..., D) in the compute dtype.
 
-    def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        gate, up = zs if self.separate_gate_up else jnp.moveaxis(split_halves(zs[0]), -2, 0)
-        return self.activation(gate) * up
+        Raises:
+          ValueError: x of another width.
+        """
+        gate, up = self._gate_and_up(x)
+        return self.down(_stored(self.activation(_wide(gate)) * _wide(up), gate.dtype))
 
-    def _ups(self) -> list[Any]:
+    def _gate_and_up(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.separate_gate_up:
-            return [self.gate, self.up]
-        return [self.gate_up] if isinstance(self.gate_up, nnx.Module) else []
+            gate, up = (constrain(layer(x), *_HIDDEN) for layer in (self.gate, self.up))
+            return named(gate, _HIDDEN_NAME), named(up, _HIDDEN_NAME)
+        if isinstance(self.gate_up, nnx.Module):
+            z = split_halves(self.gate_up(x))
+        else:
+            z = product(x, self.gate_up[...], dtype=self.dtype, fp8=self.fp8, history=self.gate_up_history)
+        z = named(_with_sharded_halves(z), _HIDDEN_NAME)
+        return z[..., 0, :], z[..., 1, :]
 
-    def _hidden(self, x: coda.Value) -> Any:
-        gate_up = (self.gate, self.up) if self.separate_gate_up else self.gate_up
-        return on_values.gated(x, gate_up, self.activation, self.fp8, self.gate_up_history)
 
-
-class MLP(_FeedForward):
+class MLP(nnx.Module):
     """Feed-forward layer without a gate.
 
-    y = activation(x @ up + up_bias) @ down + down_bias [+ residual]
+    y = activation(x @ up + up_bias) @ down + down_bias
 
     Args:
       in_features: D.
@@ -224,22 +159,30 @@ class MLP(_FeedForward):
         self.activation = activation_of(activation)
         self.dtype = dtype
 
-    def _activated(self, zs: list[jax.Array]) -> jax.Array:
-        return self.activation(zs[0])
+    @fused
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to x (..., D); returns (..., D) in the compute dtype.
 
-    def _ups(self) -> list[Any]:
-        return [self.up]
-
-    def _hidden(self, x: coda.Value) -> Any:
-        return on_values.activated(x, self.up, self.activation)
-
-
-def _lines(layer: _FeedForward, x: Any) -> Any:
-    return layer._on_value(x)
+        Raises:
+          ValueError: x of another width.
+        """
+        z = named(constrain(self.up(x), *_HIDDEN), _HIDDEN_NAME)
+        return self.down(_stored(self.activation(_wide(z)), z.dtype))
 
 
-def _hidden_lines(layer: _FeedForward, x: Any) -> Any:
-    return on_values.hidden(layer._hidden(x))
+def _wide(z: jax.Array) -> jax.Array:
+    return z.astype(jnp.promote_types(z.dtype, jnp.float32))
+
+
+def _stored(hidden: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The hidden activation (..., F) in the compute dtype, sharded by the rules in force."""
+    return constrain(hidden.astype(dtype), *_HIDDEN)
+
+
+def _with_sharded_halves(z: jax.Array) -> jax.Array:
+    """The product (..., 2, F), with F sharded by the rules in force."""
+    spec = activation_spec((*z.shape[:-2], z.shape[-1]), *_HIDDEN)
+    return constrained(z, None if spec is None else jax.P(*spec[:-1], None, spec[-1]))
 
 
 def _paired(kernel: Any) -> Any:

@@ -2,61 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
-import coda_jax as coda
-from coda_jax import DeferredNorm, Stream
 from flax_layers.axis_metadata import parameter
+from flax_layers.fused import fused
 
 
 class _Norm(nnx.Module):
-    """A norm that is left to the next product where that can apply it, and formed elsewhere."""
+    """A norm over the last axis; products that read it apply it in their epilogues, where that moves fewer bytes."""
 
     num_features: int
     dtype: DTypeLike | None
 
-    def _deferred(self, x: Any) -> Any:
+    def _normalised(self, x: jax.Array) -> jax.Array:
+        """The norm of x, which is of float32 or wider."""
         raise NotImplementedError
 
-    @overload
-    def __call__(self, x: Stream) -> DeferredNorm: ...
-    @overload
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-    @overload
-    def __call__(self, x: coda.Value) -> coda.Value: ...
-    def __call__(self, x: jax.Array | Stream | coda.Value) -> Any:
-        """Normalises the rows of x (..., D); for a `coda.Value`, or a Stream of one, the result is a value.
+    @fused
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the rows of x (..., D).
 
         Raises:
-          TypeError: a norm not yet applied, which is normalised already.
           ValueError: x of another width.
         """
-        name = type(self).__name__
-        if isinstance(x, DeferredNorm):
-            raise TypeError(f"{name} got a DeferredNorm: it is normalised already; x.array() forms it")
+        x = jnp.asarray(x)
         if x.shape[-1] != self.num_features:
-            raise ValueError(f"{name} over {self.num_features} features got an input of shape {x.shape}")
-        y = self._deferred(x)
-        return y if isinstance(x, Stream | coda.Value) else y.array().astype(self.dtype or x.dtype)
+            raise ValueError(f"{type(self).__name__} over {self.num_features} features got an input of shape {x.shape}")
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return self._normalised(wide).astype(self.dtype or x.dtype)
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square normalisation, left to the next product where it can be.
+    """Root-mean-square normalisation.
 
     y = x * rsqrt(mean(x * x, -1) + epsilon) * (scale_offset + scale)
 
-    Given a Stream it returns a DeferredNorm, which the next module's product applies in its epilogue; given an array it
-    returns the normalised array. The statistic and the multiplications are float32, the result is rounded once.
+    The statistic and the multiplications are float32, the result is rounded once.
 
     Args:
       num_features: D, the size of the last axis.
       epsilon: added to the mean of squares.
-      dtype: dtype of a plain result; default the input's.
+      dtype: of the result; default the input's.
       param_dtype: storage dtype of `scale`.
       scale_init: initialiser of `scale` (D,); default constant(1 - scale_offset).
       scale_offset: added to `scale` in float32; 1 as in Gemma, whose scales are learned as distances from 1.
@@ -84,31 +74,27 @@ class RMSNorm(_Norm):
     @property
     def whole_scale(self) -> jax.Array:
         """scale_offset + scale, (D,)."""
-        scale: Any = self.scale[...]
-        if self.scale_offset:
-            wide = scale if isinstance(scale, coda.Value) else scale.astype(jnp.float32)
-            scale = wide + self.scale_offset
-        result: jax.Array = scale
-        return result
+        scale: jax.Array = self.scale[...]
+        return scale.astype(jnp.float32) + self.scale_offset if self.scale_offset else scale
 
-    def _deferred(self, x: Any) -> Any:
-        return coda.rms_norm(x, self.whole_scale, epsilon=self.epsilon)
+    def _normalised(self, x: jax.Array) -> jax.Array:
+        rstd = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return x * rstd * self.whole_scale
 
 
 class LayerNorm(_Norm):
-    """Layer normalisation, left to the next product where it can be.
+    """Layer normalisation.
 
     y = (x - mean(x, -1)) * rsqrt(var(x, -1) + epsilon) * scale + bias
 
-    Given a Stream it returns a DeferredNorm, which the next module's product applies in its epilogue; given an array
-    it returns the normalised array. The variance is that of centred values. The statistics are one pass over x: no
-    tile of the product that makes x has an entire row.
+    The variance is that of centred values. The statistics and the multiplications are float32, the result is rounded
+    once.
 
     Args:
       num_features: D, the size of the last axis.
       epsilon: added to the variance.
       use_bias: whether there is a bias.
-      dtype: dtype of a plain result; default the input's.
+      dtype: of the result; default the input's.
       param_dtype: storage dtype of `scale` and `bias`.
       scale_init, bias_init: initialisers of `scale` (D,) and `bias` (D,).
       rngs: source of keys.
@@ -134,6 +120,8 @@ class LayerNorm(_Norm):
         self.epsilon = epsilon
         self.dtype = dtype
 
-    def _deferred(self, x: Any) -> Any:
-        bias = None if self.bias is None else self.bias[...]
-        return coda.layer_norm(x, self.scale[...], bias, epsilon=self.epsilon)
+    def _normalised(self, x: jax.Array) -> jax.Array:
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
+        y = centred * rstd * self.scale[...]
+        return y if self.bias is None else y + self.bias[...]

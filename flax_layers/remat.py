@@ -1,8 +1,8 @@
 """The arrays that a layer keeps for its backward pass, where others are recomputed: policies for `jax.checkpoint`.
 
-The products of coda_jax are not dots, so `jax.checkpoint_policies.dots_saveable` and its like keep none of them. The
-policies here go by MaxText's names, which a pre-norm block gives to these arrays (D model width, F hidden features,
-H query and Hkv key heads of width Dh; bytes a token and layer where stream and compute dtype have 2 bytes):
+Policies of JAX hold as for plain JAX: `jax.checkpoint_policies.dots_saveable` keeps every product. The policies here go
+by MaxText's names, which a pre-norm block gives to these arrays (D model width, F hidden features, H query and Hkv key
+heads of width Dh; bytes a token and layer where stream and compute dtype have 2 bytes):
 
 | name                              | array                                          | bytes              |
 |-----------------------------------|------------------------------------------------|--------------------|
@@ -24,12 +24,11 @@ experts: a tuple of all names but theirs gathers them again, and runs no product
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from coda_jax import Stream
 from coda_jax.extend import CONTEXT_NAME
 
 Remat = str | Iterable[str] | Callable[..., Any] | None
@@ -53,12 +52,10 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "save_attention": (*QKV, CONTEXT, ATTENTION_OUTPUT),
 }
 
-T = TypeVar("T", jax.Array, Stream)
 
-
-def named(x: T, name: str) -> T:
-    """x, named for policies; a Stream together with its statistic, which only its product could recompute."""
-    result: T = checkpoint_name(x, name)
+def named(x: jax.Array, name: str) -> jax.Array:
+    """x, named for policies."""
+    result: jax.Array = checkpoint_name(x, name)
     return result
 
 

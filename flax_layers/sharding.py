@@ -49,7 +49,7 @@ from flax.core import spmd
 from flax.linen import LogicallyPartitioned
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from coda_jax.extend import array, constrained
+from coda_jax.extend import constrained
 from flax_layers.axis_names import MAXTEXT, METADATA, Axes, Name, axes_of_parameter, module_of_parameter
 from flax_layers.sharding_plans import DATA as DATA
 from flax_layers.sharding_plans import EXPERT as EXPERT
@@ -130,11 +130,11 @@ def spec_of(
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
-def constrain(x: T, *axes: Name, beside: Axes = (), beside_shape: Sequence[Any] | None = None) -> T:
+def constrain(x: jax.Array, *axes: Name, beside: Axes = (), beside_shape: Sequence[Any] | None = None) -> jax.Array:
     """x, sharded as the rules in force say for axes with these names, and so is its cotangent.
 
     Args:
-      x: an array, or a `Stream`. One with fewer axes lacks the first ones, whose mesh axes then shard nothing.
+      x: an array. One with fewer axes lacks the first ones, whose mesh axes then shard nothing.
       *axes: names.
       beside: names of axes of an array that x is multiplied with or looked up by. x is not sharded by a mesh axis that
         would shard one of these, in an array with these axes and x's.
@@ -143,9 +143,7 @@ def constrain(x: T, *axes: Name, beside: Axes = (), beside_shape: Sequence[Any] 
     Raises:
       ValueError: "length" would be sharded by an explicit mesh axis.
     """
-    spec = activation_spec(jnp.shape(array(x)), *axes, beside=beside, beside_shape=beside_shape)
-    result: T = jax.tree.map(lambda leaf: constrained(leaf, None if spec is None else spec[: leaf.ndim]), x)
-    return result
+    return constrained(x, activation_spec(jnp.shape(x), *axes, beside=beside, beside_shape=beside_shape))
 
 
 def constrain_parameters(module: T) -> T:

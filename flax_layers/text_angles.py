@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import coda_jax as coda
 from coda_jax.extend import varying_axes
 from flax_layers.attend import checked_shapes
 from flax_layers.decoding.kv_cache import KVCache
-from flax_layers.on_values import Angles
 from flax_layers.packing import Segments, text_lengths
 from flax_layers.rope_scaling import RotaryScaling, rotary_angles
+
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines, (T, Dh / 2) or with the rows of x."""
 
 
 def angles_of(
@@ -26,13 +26,13 @@ def angles_of(
     segment_ids: Any = None,
     mask: Any = None,
     bias: Any = None,
-) -> Angles:
-    """The angles that a block reads for an input of this shape, arrays or values.
+) -> Angles | None:
+    """The angles of an input of this shape; None for a layer without rotary embedding.
 
     Args:
       layer: the Attention.
       shape: (B, T, D) or (T, D).
-      positions, cache, segment_ids, mask, bias: as in Attention, arrays or values.
+      positions, cache, segment_ids, mask, bias: as in Attention.
 
     Raises:
       ValueError: a shape of other axes, positions of another shape; and where frequencies depend on the length of a
@@ -46,7 +46,7 @@ def angles_of(
     if positions.shape not in rows:
         raise ValueError(f"positions has shape {positions.shape} beside an input of shape {shape}: (T,) or (B, T)")
     if layer.rope_theta is None:
-        return Angles(None, None)
+        return None
     scaling = layer.rope_scaling
     angles = partial(
         rotary_angles,
@@ -56,29 +56,16 @@ def angles_of(
         partial_rotary_factor=layer.partial_rotary_factor,
     )
     if scaling is None or not scaling.needs_length:
-        return _angles(angles, positions)
+        return angles(positions)
     most = shape[-2] if cache is None else cache.capacity
     if (given is None or cache is not None) and not scaling._varies(most):
-        return _angles(partial(angles, length=most), positions)
+        return angles(positions, length=most)
     if cache is not None:
-        length = _length_of(scaling, cache)
-        return _angles(lambda positions, length: angles(positions, length=length[:, None]), positions, length)
+        return angles(positions, length=_length_of(scaling, cache)[:, None])
     segment_ids = segment_ids.ids if isinstance(segment_ids, Segments) else segment_ids
     _check_texts(layer, shape, given, segment_ids, mask, bias)
-    arrays = {"segment_ids": segment_ids, "mask": mask if _is_of_keys(mask) else None}
-    arrays = {name: x for name, x in arrays.items() if x is not None}
-
-    def of_texts(positions: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        given = dict(zip(arrays, others, strict=True))
-        is_seen = _seen_keys(given["mask"]) if "mask" in given else None
-        return angles(positions, length=text_lengths(positions, given.get("segment_ids"), is_seen))
-
-    return _angles(of_texts, positions, *arrays.values())
-
-
-def _angles(function: Callable[..., tuple[Any, Any]], *arrays: Any) -> Angles:
-    has_values = any(isinstance(x, coda.Value) for x in arrays)
-    return Angles(*(coda.opaque(function, *arrays) if has_values else function(*arrays)))
+    is_seen = _seen_keys(mask) if mask is not None and _is_of_keys(mask) else None
+    return angles(positions, length=text_lengths(positions, segment_ids, is_seen))
 
 
 def _length_of(scaling: RotaryScaling, cache: KVCache) -> jax.Array:

@@ -22,7 +22,7 @@ from coda_jax.epilogue import Axis, trace
 from coda_jax.graph import plan
 from coda_jax.jaxprs.walk import equations_of
 from coda_jax.tiles import arch
-from flax_layers import LlamaBlock, as_block
+from flax_layers import LlamaBlock
 from tests.attention_cases import (
     OF_GRADIENTS,
     UNBOUNDED,
@@ -531,7 +531,6 @@ def test_the_product_of_joined_weights_has_one_tile(arrays, door, split, biases,
 
 def layer_step(recipe=None, qk_norm=True):
     """The value and gradient of a layer of a Qwen3 that has planned nothing yet, and its arguments."""
-    as_block._block.cache_clear()
     block = LlamaBlock(
         64, 96, H, num_kv_heads=K, head_dim=D, qk_norm=qk_norm, dtype=jnp.bfloat16, fp8=recipe, rngs=nnx.Rngs(0)
     )
@@ -541,7 +540,7 @@ def layer_step(recipe=None, qk_norm=True):
     def loss(state, x):
         return jnp.sum(jnp.sin(nnx.merge(graphdef, state)(x).astype(jnp.float32)))
 
-    return jax.value_and_grad(loss, (0, 1), allow_int=True), (state, x)
+    return jax.value_and_grad(coda.fuse(loss), (0, 1), allow_int=True), (state, x)
 
 
 NORMED = ("a layer", "a layer in 8 bits", "grad(fuse)", "fuse(grad)")

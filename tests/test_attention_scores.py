@@ -122,22 +122,17 @@ def test_bad_attention_arguments_are_refused():
         layer(normal(0, B, T, D), normal(1, B, 5, 16))
     of_others = layers.CrossAttention(D, H, context_features=16, rngs=nnx.Rngs(0))
     norm = layers.RMSNorm(16, rngs=nnx.Rngs(1))
-    for x in (normal(0, B, T, 16), norm(layers.Stream.of(normal(0, B, T, 16)))):
+    for x in (normal(0, B, T, 16), norm(normal(0, B, T, 16))):
         with pytest.raises(ValueError, match=r"^x has shape \(2, 13, 16\); its last axis must be in_features=24$"):
             of_others(x, normal(1, B, 5, 16))
     with pytest.raises(
         ValueError, match=r"^context has shape \(2, 5, 24\); its last axis must be context_features=16$"
     ):
         of_others(normal(0, B, T, D), normal(1, B, 5, D))
-    block = coda.block(dtype=jnp.float32)(lambda x: layer(x, x))
-    with pytest.raises(TypeError, match=r"not values of a coda\.block"):
-        block(normal(0, B, T, D))
 
 
-@pytest.mark.parametrize("on_values", [False, True])
-def test_a_mask_is_boolean_and_a_bias_floats(on_values):
-    layer = layers.Attention(D, H, head_dim=DH, rngs=nnx.Rngs(0))
-    run = coda.block(dtype=jnp.float32)(layer) if on_values else layer
+def test_a_mask_is_boolean_and_a_bias_floats():
+    run = layers.Attention(D, H, head_dim=DH, rngs=nnx.Rngs(0))
     x = normal(0, B, T, D)
     with pytest.raises(TypeError, match=r"mask is float32; it must be boolean, True where a query sees a key"):
         run(x, mask=jnp.ones((T, T)))
@@ -147,7 +142,7 @@ def test_a_mask_is_boolean_and_a_bias_floats(on_values):
         attend(Q, K, V, mask=jnp.ones((T, T), jnp.int32))
 
 
-def cross(options, x, context, p, *, mask=None, bias=None, residual=None):
+def cross(options, x, context, p, *, mask=None, bias=None):
     """The same in plain jnp, of a layer's parameters."""
     heads = lambda y: y.reshape(*y.shape[:-1], -1, DH)  # noqa: E731
     q, k, v = (
@@ -158,13 +153,12 @@ def cross(options, x, context, p, *, mask=None, bias=None, residual=None):
         unit = lambda y, scale: y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * scale  # noqa: E731
         q, k = unit(q, p["q_norm"]["scale"]), unit(k, p["k_norm"]["scale"])
     y = plain(q, k, v, mask=mask, bias=bias, is_causal=False)
-    y = y.reshape(*x.shape[:-1], -1) @ p["out"]["kernel"] + p["out"]["bias"]
-    return y if residual is None else residual + y
+    return y.reshape(*x.shape[:-1], -1) @ p["out"]["kernel"] + p["out"]["bias"]
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_cross_attention(qk_norm):
-    """To a text of another length and width, with padding, a bias and a residual."""
+    """To a text of another length and width, with padding and a bias."""
     layer = layers.CrossAttention(
         D,
         H,
@@ -188,10 +182,10 @@ def test_cross_attention(qk_norm):
     graphdef, state = nnx.split(layer)
 
     def ours(state, x, context, bias):
-        return nnx.merge(graphdef, state)(x, context, mask=mask, bias=bias, residual=x)
+        return x + nnx.merge(graphdef, state)(x, context, mask=mask, bias=bias)
 
     def theirs(p, x, context, bias):
-        return cross({"qk_norm": qk_norm}, x, context, p, mask=mask, bias=bias, residual=x)
+        return x + cross({"qk_norm": qk_norm}, x, context, p, mask=mask, bias=bias)
 
     value, gradients = with_gradients(ours, state, x, context, bias)
     wanted, expected = with_gradients(theirs, state_dict(state), x, context, bias)
@@ -199,11 +193,9 @@ def test_cross_attention(qk_norm):
     assert_same((nnx.to_pure_dict(gradients[0]), *gradients[1:]), expected)
 
 
-def test_cross_attention_behind_a_norm_and_in_a_stream():
+def test_cross_attention_behind_a_norm():
     layer, norm = layers.CrossAttention(D, H, rngs=nnx.Rngs(0)), layers.RMSNorm(D, rngs=nnx.Rngs(1))
     x, context = normal(0, B, T, D), normal(1, B, 5, D)
-    stream = layers.Stream.of(x).with_statistic()
-    found = layer(norm(stream), context, residual=True)
-    assert isinstance(found, layers.Stream)
-    np.testing.assert_allclose(found.x, x + layer(norm(x), context), atol=1e-5)
+    whole = coda.fuse(lambda x: x + layer(norm(x), context))
+    np.testing.assert_allclose(whole(x), x + layer(norm(x), context), atol=1e-5)
     np.testing.assert_allclose(layer(x[0], context[0]), layer(x, context)[0], atol=1e-5)

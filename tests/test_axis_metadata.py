@@ -95,11 +95,11 @@ class Scanned(nn.Module):
     def __call__(self, x):
         class Body(nn.Module):
             @nn.compact
-            def __call__(self, stream, _):
-                return linen.LlamaBlock(**SIZES, name="block")(stream), None
+            def __call__(self, x, _):
+                return linen.LlamaBlock(**SIZES, name="block")(x), None
 
         scan = nn.scan(Body, variable_axes={"params": self.axis}, split_rngs={"params": True}, length=2, **self.options)
-        return scan(name="layers")(layers.Stream.of(x).with_statistic(), None)[0].x
+        return scan(name="layers")(x, None)[0]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
             length=3,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = scan(name="layers")(layers.Stream.of(x).with_statistic(), None)
+        x, _ = scan(name="layers")(x, None)
         x = linen.RMSNorm(num_features=32, name="decoder_norm")(x)
         return linen.LMHead(in_features=32, vocab_size=64, name="logits_dense")(x)
 

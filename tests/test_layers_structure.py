@@ -1,4 +1,4 @@
-"""The structure of layers: the products they call, what those keep, Streams, shapes, names and errors."""
+"""The structure of layers: the products they call, what those keep, shapes, names and errors."""
 
 import dataclasses
 import functools
@@ -55,11 +55,11 @@ def test_a_llama_is_four_products_a_block_and_the_head():
     assert names.count("coda_attention") == 1 and "dot_general" not in names
     assert names.count("reduce_sum") == 1
     assert [(e.params["spec"].name, *e.invars[1].aval.shape) for e in gemms] == [
-        ("LlamaBlock_0", 64, 128),
-        ("LlamaBlock_1", 64, 64),
-        ("LlamaBlock_2", 64, 2, 96),
-        ("LlamaBlock_3", 96, 64),
-        ("row_scale", 64, 256),
+        ("Llama_0", 64, 128),
+        ("Llama_1", 64, 64),
+        ("Llama_2", 64, 192),
+        ("Llama_3", 96, 64),
+        ("gemm", 64, 256),
     ]
 
 
@@ -72,7 +72,7 @@ def frames():
 
 def call_of_a_layer(layer):
     mlp, norm = layer(64, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), layers.RMSNorm(64, rngs=nnx.Rngs(0))
-    return lambda x: mlp(norm(layers.Stream.of(x)), residual=True).x
+    return coda.fuse(lambda x: x + mlp(norm(x)))
 
 
 CALLS = {  # a call, the functions from it to its product's primitive, the last of these, and its products
@@ -113,14 +113,13 @@ def test_backward_pass_keeps_stream_gate_and_up_alone():
     norm = layers.RMSNorm(64, rngs=nnx.Rngs(0))
 
     def call(x, params):
-        stream = apply(mlp, params, lambda m, x: m(norm(x), residual=True), layers.Stream.of(x))
-        return stream.x, stream.sumsq
+        return apply(mlp, params, lambda m, x: x + m(norm(x)), x)
 
-    _, vjp = jax.vjp(call, ones(40, 64, dtype=dtype), state_dict(mlp))
+    _, vjp = jax.vjp(coda.fuse(call, defer_norms=True), ones(40, 64, dtype=dtype), state_dict(mlp))
     kept = sorted((x.dtype.name, x.shape) for x in jax.tree.leaves(vjp) if x.ndim > 1 and x.shape[0] == 40)
     wide = [(name, shape) for name, shape in kept if shape[1] > 1]
     assert {name for name, _ in wide} == {"bfloat16"}
-    assert {shape for _, shape in wide} == {(40, 64), (40, 2, 96)}  # x; gate and up
+    assert {shape for _, shape in wide} == {(40, 64), (40, 192)}  # x; gate and up
 
 
 @pytest.mark.parametrize("saved, products", [((), 7), (("mlpwi",), 6)])
@@ -156,62 +155,14 @@ def test_the_training_step_lowers_to_kernels_for_hopper():
     assert text.count("stablehlo.dot_general") == (0 if "coda_launch" in text else 7)
 
 
-def test_a_block_gives_what_it_is_given():
-    @jax.jit
-    def both(x):
-        block = layers.LlamaBlock(32, 48, 2, rngs=nnx.Rngs(0))
-        return block(layers.Stream.of(x)), block(x)
-
-    stream, y = both(ones(1, 4, 32))
-    assert isinstance(stream, layers.Stream)
-    assert stream.sumsq.shape == (1, 4)
-    np.testing.assert_allclose(stream.sumsq, np.sum(np.square(stream.x), axis=-1), rtol=1e-6)
-    np.testing.assert_array_equal(y, stream.x)
-
-
-def test_the_residual_keeps_its_dtype():
-    linear = layers.Linear(16, 32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    x = ones(4, 16, dtype=jnp.bfloat16)
-    assert linear(x).dtype == jnp.bfloat16
-    assert linear(x, residual=ones(4, 32)).dtype == jnp.float32
-    assert linear(x, residual=layers.Stream.of(ones(4, 32))).dtype == jnp.float32
-
-
-def test_arithmetic_on_a_stream_drops_the_statistic():
-    stream = layers.Stream(ones(3, 8), 8 * ones(3))
-    for other in (stream + ones(3, 8), ones(3, 8) + stream, stream - 1.0, 2.0 * stream, stream + stream):
-        assert isinstance(other, layers.Stream)
-        assert other.sumsq is None
-    assert stream.astype(jnp.bfloat16).sumsq is None
-    assert stream.astype(jnp.bfloat16).dtype == jnp.bfloat16
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        stream.x = ones(3, 8)
-    np.testing.assert_allclose(coda.rms_norm(2.0 * stream, ones(8), epsilon=0.0).rstd(), 0.5, rtol=1e-6)
-
-
-def test_no_gradient_goes_to_the_statistic_and_all_of_it_to_x():
-    x = jax.random.normal(jax.random.key(0), (3, 8))
-
-    def with_statistic(x, sumsq):
-        return jnp.sum(coda.rms_norm(layers.Stream(x, sumsq), ones(8), epsilon=1e-6).rstd())
-
-    dx, dsumsq = jax.grad(with_statistic, argnums=(0, 1))(x, jnp.sum(x * x, axis=1))
-    plain = jax.grad(lambda x: jnp.sum(jax.lax.rsqrt(jnp.mean(x * x, axis=1) + 1e-6)))(x)
-    without = jax.grad(lambda x: jnp.sum(coda.rms_norm(x, ones(8), epsilon=1e-6).rstd()))(x)
-    np.testing.assert_allclose(dx, plain, rtol=1e-5)
-    np.testing.assert_allclose(without, plain, rtol=1e-5)
-    np.testing.assert_array_equal(dsumsq, 0)
-
-
 @pytest.mark.slow
-def test_streams_go_through_jit_scan_and_checkpoint():
+def test_blocks_go_through_jit_scan_and_checkpoint():
     block = layers.LlamaBlock(32, 48, 2, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (1, 6, 32))
 
     def scanned(x, wrap):
-        first = block(layers.Stream.of(x))
-        last, _ = jax.lax.scan(lambda stream, _: (wrap(block)(stream), None), first, length=2)
-        return jnp.sum(last.x**2)
+        last, _ = jax.lax.scan(lambda stream, _: (wrap(block)(stream), None), block(x), length=2)
+        return jnp.sum(last**2)
 
     def unrolled(x):
         return jnp.sum(block(block(block(x))) ** 2)
@@ -220,18 +171,6 @@ def test_streams_go_through_jit_scan_and_checkpoint():
     for wrap in (lambda f: f, jax.checkpoint):
         got = jax.jit(jax.grad(lambda x, wrap=wrap: scanned(x, wrap)))(x)
         np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4 * float(jnp.max(jnp.abs(expected))))
-
-
-def test_a_normalized_gives_its_array():
-    norm = layers.RMSNorm(8, scale_init=nnx.initializers.constant(3.0), rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (2, 8))
-    np.testing.assert_array_equal(norm(layers.Stream.of(x)).array(), norm(x))
-
-
-def test_a_norm_is_applied_once():
-    norm = layers.RMSNorm(8, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="normalised already"):
-        norm(norm(layers.Stream.of(ones(2, 8))))
 
 
 def test_partitioned_initialisers():
@@ -252,36 +191,6 @@ def test_partitioned_initialisers():
 def test_empty_and_unbatched_inputs(shape):
     y = jax.jit(lambda x: layers.LlamaBlock(16, 24, 4, rngs=nnx.Rngs(0))(x))(ones(*shape))
     assert y.shape == shape and jnp.isfinite(y).all()
-
-
-def test_a_stream_is_a_carry_of_scan():
-    stream = layers.Stream.of(ones(2, 8))
-    assert stream.with_statistic().sumsq.shape == (2,)
-    linear = layers.Linear(8, 8, rngs=nnx.Rngs(0))
-    out, _ = jax.lax.scan(lambda s, _: (linear(s, residual=s), None), stream.with_statistic(), length=3)
-    again = stream
-    for _ in range(3):
-        again = linear(again, residual=again)
-    np.testing.assert_allclose(out.x, again.x, rtol=1e-6)
-    np.testing.assert_allclose(out.sumsq, again.sumsq, rtol=1e-6)
-
-
-def test_arithmetic_of_streams():
-    x = np.linspace(1, 2, 8, dtype=np.float32).reshape(2, 4)
-    stream = layers.Stream(jnp.asarray(x), ones(2))
-    for got, expected in [
-        (stream + 1, x + 1),
-        (x + stream, 2 * x),
-        (1.0 - stream, 1 - x),
-        (stream - x, 0 * x),
-        (2 * stream, 2 * x),
-        (stream / 2, x / 2),
-        (-stream, -x),
-        (jnp.asarray(x) * stream, x * x),
-        (stream.astype(jnp.bfloat16), x.astype(jnp.bfloat16)),
-    ]:
-        assert isinstance(got, layers.Stream) and got.sumsq is None
-        np.testing.assert_array_equal(got.x, expected)
 
 
 def test_separate_kernels_of_other_checkpoints():
@@ -306,7 +215,8 @@ def test_export_with_any_number_of_tokens(dtype):
             exported.call(state, tokens).astype(jnp.float32),
             run(state, tokens).astype(jnp.float32),
             rtol=1e-4,
-            atol=1e-5,
+            # Where a norm is applied depends on the number of rows, and so do the places of bfloat16's roundings.
+            atol=1e-5 if dtype == jnp.float32 else 4e-3,
         )
 
 
@@ -344,7 +254,7 @@ def test_on_a_mesh_with_explicit_axes(model):
         (lambda: layers.LlamaConfig(rope_scaling={"rope_type": "llama3"}), "must be a RopeScaling, another"),
         (lambda: layers.GPT2Config(n_head=0), "GPT2Config: n_head=0; it must be an integer, 1 or more"),
         (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(2, 9)), r"over 8 features .*\(2, 9\)"),
-        (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(ones(8)), r"wants \(\.\.\., M, 8\), got shape \(8,\)"),
+        (lambda: layers.Linear(8, 4, rngs=nnx.Rngs(0))(jnp.float32(1)), r"wants \(\.\.\., 8\), got shape \(\)"),
         (lambda: layers.Attention(8, 0, rngs=nnx.Rngs(0)), "num_heads=0 .* must be at least 1"),
         (lambda: layers.Attention(8, 2, rngs=nnx.Rngs(0))(ones(2, 2, 3, 8)), r"got shape \(2, 2, 3, 8\)"),
         (

@@ -9,8 +9,8 @@ import textbook
 from flax import nnx
 from layer_checks import apply, check_module, state_dict
 
+import coda_jax as coda
 import flax_layers as layers
-from coda_jax.extend import array
 
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -35,13 +35,11 @@ class NormThen(nnx.Module):
         self.norm, self.then = norm, then
 
 
-def through_stream(module, x):
-    stream = layers.Stream.of(x)
-    return array(module.then(module.norm(stream), residual=True))
+def apart(module, x):
+    return x + module.then(module.norm(x))
 
 
-def through_arrays(module, x):
-    return module.then(module.norm(x), residual=x)
+whole = coda.fuse(apart)  # the norm, the module and the sum are one function
 
 
 @dtypes
@@ -62,7 +60,7 @@ def test_norm_and_linear(shape, dtype):
         return textbook.linear(p["then"], textbook.rms_norm(p["norm"], x, EPS))
 
     x = normal(0, *shape, dtype=dtype)
-    check_module(module, lambda m, x: m.then(m.norm(layers.Stream.of(x))), plain, x)
+    check_module(module, lambda m, x: m.then(m.norm(x)), plain, x)
 
 
 @dtypes
@@ -73,13 +71,11 @@ def test_norm_and_linear_over_rows_of_all_scales(dtype):
     def plain(p, x):
         return textbook.linear(p["then"], textbook.rms_norm(p["norm"], x, EPS))
 
-    check_module(module, lambda m, x: m.then(m.norm(layers.Stream.of(x))), plain, x.astype(dtype), by_rows=True)
+    check_module(module, lambda m, x: m.then(m.norm(x)), plain, x.astype(dtype), by_rows=True)
 
 
 @dtypes
 def test_norm_of_a_stream_that_a_product_made(dtype):
-    """The statistic comes from the product's epilogue, its gradient goes through x."""
-
     class TwoLinear(nnx.Module):
         def __init__(self):
             self.first = layers.Linear(24, 40, dtype=dtype, rngs=nnx.Rngs(1))
@@ -87,18 +83,18 @@ def test_norm_of_a_stream_that_a_product_made(dtype):
             self.second = layers.Linear(40, 16, dtype=dtype, rngs=nnx.Rngs(2))
 
     def call(m, x, residual):
-        stream = m.first(x, residual=layers.Stream.of(residual))
-        assert stream.sumsq is not None
-        return m.second(m.norm(stream))
+        return m.second(m.norm(residual + m.first(x)))
 
     def plain(p, x, residual):
         stream = residual + textbook.linear(p["first"], x)
         return textbook.linear(p["second"], textbook.rms_norm(p["norm"], stream, EPS))
 
-    check_module(TwoLinear(), call, plain, normal(0, 2, 9, 24, dtype=dtype), normal(1, 2, 9, 40, dtype=dtype))
+    check_module(
+        TwoLinear(), coda.fuse(call), plain, normal(0, 2, 9, 24, dtype=dtype), normal(1, 2, 9, 40, dtype=dtype)
+    )
 
 
-@pytest.mark.parametrize("call, dtype", [(through_stream, jnp.bfloat16), (through_arrays, jnp.float32)])
+@pytest.mark.parametrize("call, dtype", [(whole, jnp.bfloat16), (apart, jnp.float32)])
 def test_gated_mlp(call, dtype):
     module = NormThen(norm(40), layers.GatedMLP(40, 56, dtype=dtype, rngs=nnx.Rngs(1)))
 
@@ -112,10 +108,10 @@ def test_gated_mlp(call, dtype):
 @pytest.mark.parametrize(
     "call, kv_heads, dtype",
     [
-        (through_stream, 2, jnp.bfloat16),
-        (through_stream, 2, jnp.float32),
-        (through_arrays, 1, jnp.float32),
-        (through_stream, 4, jnp.bfloat16),
+        (whole, 2, jnp.bfloat16),
+        (whole, 2, jnp.float32),
+        (apart, 1, jnp.float32),
+        (whole, 4, jnp.bfloat16),
     ],
 )
 def test_attention(call, kv_heads, dtype):
@@ -219,7 +215,7 @@ def test_loss_of_a_plain_array():
     head = layers.LMHead(8, 24, dtype=jnp.float32, rngs=nnx.Rngs(0))
     x, labels = normal(0, 2, 5, 8, dtype=jnp.float32), jnp.arange(10).reshape(2, 5)
     want = optax.softmax_cross_entropy_with_integer_labels(head(x), labels)
-    got, count = head.loss(layers.Stream.of(x), labels, reduction="none")
+    got, count = head.loss(x, labels, reduction="none")
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert count == 10
 
@@ -249,6 +245,6 @@ def test_stock_nnx_modules_with_the_same_parameters(dtype):
 
     x = normal(0, 2, 17, 40, dtype=dtype)
     expected = apply(stock, stock_params, composition, x)
-    got = through_stream(module, x)
+    got = whole(module, x)
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 if dtype == jnp.float32 else 0.05)

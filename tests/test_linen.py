@@ -1,4 +1,4 @@
-"""The layers in linen: values and names of the nnx modules, Streams between them, transformations, training."""
+"""The layers in linen: values and names of the nnx modules, blocks of them, transformations, training."""
 
 import collections
 import pickle
@@ -63,30 +63,29 @@ def test_a_llama_has_the_values_of_the_nnx_module_and_generates_there():
 
 
 class Block(nn.Module):
-    """Two sub-layers that hand each other Streams and norms not yet applied."""
+    """Two sub-layers around a residual stream."""
 
     @nn.compact
     def __call__(self, x):
-        stream = flax_layers.Stream.of(x)
-        normalized = layers.RMSNorm(num_features=16, name="attention_norm")(stream)
-        assert isinstance(normalized, flax_layers.DeferredNorm)
-        stream = layers.Attention(in_features=16, num_heads=2, name="attention")(normalized, residual=True)
-        assert isinstance(stream, flax_layers.Stream) and stream.sumsq is not None
-        normalized = layers.RMSNorm(num_features=16, name="mlp_norm")(stream)
-        return layers.GatedMLP(in_features=16, hidden_features=24, name="mlp")(normalized, residual=True)
+        normalized = layers.RMSNorm(num_features=16, name="attention_norm")(x)
+        x = x + layers.Attention(in_features=16, num_heads=2, name="attention")(normalized)
+        normalized = layers.RMSNorm(num_features=16, name="mlp_norm")(x)
+        return x + layers.GatedMLP(in_features=16, hidden_features=24, name="mlp")(normalized)
 
 
 @pytest.mark.slow
-def test_streams_between_linen_modules():
-    """They compute what the block of the nnx modules does: the same values and gradients, from the same products."""
+def test_a_block_of_linen_modules():
+    """It computes what the block of the nnx modules does: the same values and gradients, from the same products."""
     x = normal(0, 2, 5, 16)
     variables = jax.jit(Block().init)(jax.random.key(1), x)
     block = of_nnx("LlamaBlock", SIZES, variables)
     graphdef, params = nnx.split(block)
 
+    @coda.fuse
     def of_linen(variables, x):
-        return jnp.sum(Block().apply(variables, x).x ** 2)
+        return jnp.sum(Block().apply(variables, x) ** 2)
 
+    @coda.fuse
     def of_block(params, x):
         return jnp.sum(nnx.merge(graphdef, params)(x) ** 2)
 
@@ -111,16 +110,15 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        stream = flax_layers.Stream.of(nn.Embed(24, 16)(tokens)).with_statistic()
 
         class Body(nn.Module):
             @nn.compact
-            def __call__(self, stream, _):
-                return nn.remat(layers.LlamaBlock)(**SIZES, name="block")(stream), None
+            def __call__(self, x, _):
+                return nn.remat(layers.LlamaBlock)(**SIZES, name="block")(x), None
 
         blocks = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        stream, _ = blocks(name="layers")(stream, None)
-        return layers.LMHead(in_features=16, vocab_size=24)(layers.RMSNorm(num_features=16)(stream))
+        x, _ = blocks(name="layers")(nn.Embed(24, 16)(tokens), None)
+        return layers.LMHead(in_features=16, vocab_size=24)(layers.RMSNorm(num_features=16)(x))
 
 
 @pytest.mark.slow

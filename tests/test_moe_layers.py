@@ -109,20 +109,18 @@ def test_shapes(shape):
     module, x = made(), jax.random.normal(jax.random.key(1), shape)
     want = textbook(nnx.to_pure_dict(nnx.state(module, nnx.Param)), x.reshape(-1, 16), k=2).reshape(shape)
     np.testing.assert_allclose(module(x), want, atol=1e-5)
-    np.testing.assert_allclose(module(x, residual=2 * x), want + 2 * x, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_in_the_place_of_a_feed_forward_layer():
-    """x1 + moe(norm(x1)) with the sums that the next norm wants; an array in gives an array out."""
-    module, norm = made(), layers.RMSNorm(16, rngs=nnx.Rngs(1))
+    """x1 + moe(norm(x1)), and its statistics beside that; None of another layer."""
+    module = made()
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
-    stream, counted = module(norm(layers.Stream(x)), residual=True, statistics=True)
-    want = x + module(norm(x))
-    assert isinstance(stream, layers.Stream) and counted.counts.sum() == 20
-    np.testing.assert_allclose(stream.x, want, atol=1e-5)
-    np.testing.assert_allclose(stream.sumsq, np.square(want).sum(-1), rtol=1e-5)
     block = layers.LlamaBlock(16, 24, 4, mlp=module, rngs=nnx.Rngs(2))
+    x1 = x + block.attention(block.attention_norm(x))
+    want, whole = module(block.mlp_norm(x1), statistics=True)
+    np.testing.assert_allclose(block(x), x1 + want, atol=1e-5)
+    assert whole.counts.sum() == 20
     assert block.mlp is module
     y, counted = block(x, statistics=True, token_mask=jnp.arange(5) < jnp.array([[2], [3]]))
     np.testing.assert_array_equal(y, block(x))
@@ -133,13 +131,19 @@ def test_in_the_place_of_a_feed_forward_layer():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_rounding(dtype):
-    """The sum of k joins the residual in float32."""
+    """The sum of k is returned in float32, if a block asks for it, whose sum with the stream is rounded once."""
     module = made(param_dtype=dtype)
     x = jax.random.normal(jax.random.key(1), (64, 16)).astype(dtype)
-    residual = jax.random.normal(jax.random.key(2), (64, 16)).astype(dtype)
     rows = module.router(x)
     wide = moe.sorted_experts(module.experts, x, rows.ids, rows.weights, 6, dtype=jnp.float32)
-    np.testing.assert_array_equal(module(x, residual=residual), (wide + residual.astype(jnp.float32)).astype(dtype))
+    np.testing.assert_array_equal(module(x), wide.astype(dtype))
+    found = module(x, dtype=jnp.float32)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, wide)
+    block = layers.LlamaBlock(16, 24, 4, mlp=module, param_dtype=dtype, rngs=nnx.Rngs(2))
+    x1 = x + block.attention(block.attention_norm(x))
+    of_experts = module(block.mlp_norm(x1), dtype=jnp.float32)
+    np.testing.assert_array_equal(block(x), (of_experts + x1.astype(jnp.float32)).astype(dtype))
 
 
 def loop_statistics(found, mask):
@@ -228,8 +232,7 @@ def loss_of(model, *, auxiliary=True, token_mask=None, tokens_per_expert=False, 
 def test_loss_adds_what_the_config_says():
     model = layers.Llama(dataclasses.replace(TINY, router_aux_loss_coef=0.25, router_z_loss_coef=0.5), rngs=nnx.Rngs(0))
     plain, total = loss_of(model, auxiliary=False, weight_sum=True)
-    stream = layers.Stream(model.embed(TOKENS))
-    _, counted = run_layers(model.layers, stream, statistics=True)
+    _, counted = run_layers(model.layers, model.embed(TOKENS), statistics=True)
     balance, z = layers.load_balancing_loss(counted), layers.router_z_loss(counted)
     assert counted.counts.shape == (3, 6) and balance > 1.9 and z > 0.1
     np.testing.assert_allclose(loss_of(model), plain + 0.25 * balance + 0.5 * z, rtol=1e-6)
@@ -404,8 +407,6 @@ def test_calls_that_are_refused():
         module(jnp.ones((3, 8)))
     with pytest.raises(ValueError, match=r"token_mask has shape \(4,\); of x \(3, 16\) it must be \(3,\)"):
         module(jnp.ones((3, 16)), token_mask=jnp.ones(4, bool))
-    with pytest.raises(ValueError, match=r"a residual of shape \(1, 16\)"):
-        module(jnp.ones((3, 16)), residual=jnp.ones((1, 16)))
     with pytest.raises(ValueError, match="wants a shared expert"):
         made(use_shared_gate=True)
     boxed = nnx.with_partitioning(nnx.initializers.zeros, (None, None))

@@ -101,7 +101,7 @@ def test_names_and_policies():
     assert count(("qkv_proj",)) == each * PRODUCTS["save_qkv"] + 3
     assert count(["mlpwi_0", "mlpwi_1", "out_proj"]) == each * (PRODUCTS[None] + 1) + 3  # queries, keys, values
     assert count(jax.checkpoint_policies.everything_saveable) == each * PRODUCTS[None] + 3
-    assert count(jax.checkpoint_policies.dots_saveable) == each * PRODUCTS["full"] + 3  # what the docstring says
+    assert count(jax.checkpoint_policies.dots_saveable) == each * PRODUCTS[None] + 3  # what the docstring says
 
 
 def test_attention_of_cudnn_is_kept(monkeypatch):
@@ -113,9 +113,8 @@ def test_attention_of_cudnn_is_kept(monkeypatch):
 
     def forward_passes(remat):
         function = jax.checkpoint(lambda x: attention(x).sum(), policy=policy_of(remat))
-        return str(jax.make_jaxpr(jax.grad(function))(jnp.ones((2, 8, 32), jnp.bfloat16))).count(
-            "product_attention_fwd"
-        )
+        jaxpr = jax.make_jaxpr(jax.grad(function))(jnp.ones((2, 8, 32), jnp.bfloat16)).jaxpr
+        return sum("product_attention_fwd" in one.primitive.name for one, _ in equations(jaxpr))
 
     assert forward_passes("full") == 2 * forward_passes("save_attention") > 0
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import hlo
-from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, step
+from benchmarks.variants import LLAMA_3_1B, TINY, VARIANTS, Parameters, Setting, layer_kernel, step
 
 OUTPUT = "output"
 # What has no kernel of its own: it makes no array, or XLA reads it in place.
@@ -81,10 +81,12 @@ def allowed(
     return Allowed(why, *places, only)
 
 
-# The kernels that a norm's scale goes into forward, and those that make dx and dW backward.
+# The products behind norms, and those that make dx and dW backward; where a norm is applied the latter is bare.
 QKV, QKV_BACKWARD = "LlamaBlock_0", "LlamaBlock_backward_6 LlamaBlock_backward_7"
-MLP, MLP_BACKWARD = "LlamaBlock_3", "LlamaBlock_backward_2 LlamaBlock_backward_3"
-NORM_BACKWARD = f"{QKV_BACKWARD} {MLP_BACKWARD}"
+GATE_UP, MLP_BACKWARD = "LlamaBlock_2", "LlamaBlock_backward_2 LlamaBlock_backward_3"
+MLP = "LlamaBlock_3"
+NORM_BACKWARD = f"{QKV_BACKWARD} {MLP_BACKWARD} gemm"
+STREAM = f"input LlamaBlock_1 {MLP} loop"  # what makes the stream
 BLOCK = (
     allowed(
         "rotary embedding's backward pass, the packing of dq, dk, dv, and the row sums of q dq + k dk + v dv",
@@ -97,6 +99,18 @@ BLOCK = (
         f"{QKV} input",
         NORM_BACKWARD,
         lambda one: one.operation == "convert",
+    ),
+    allowed(
+        "a norm that is applied, where that moves fewer bytes, and the sums of its rows' squares",
+        STREAM,
+        f"{QKV} {GATE_UP} {NORM_BACKWARD}",
+        lambda one: one.operation in ("convert", "multiply", "square", "reduce"),
+    ),
+    allowed(
+        "its derivative, which is added to the stream's cotangent",
+        f"{STREAM} {NORM_BACKWARD}",
+        f"{NORM_BACKWARD} LlamaBlock_backward_0 {OUTPUT}",
+        lambda one: one.after == {"LlamaBlock_1"} or bool({*NORM_BACKWARD.split(), "input"} & one.after),
     ),
     allowed(
         "in StableHLO, what is kept under remat rounded to the precision that it has, which XLA drops",
@@ -160,7 +174,7 @@ def passes(computation: hlo.Computation, is_activation: Callable[[tuple[int, ...
         return [name for name, array in edges if is_activation(array.shape)]
 
     def seen_as(one: hlo.Operation) -> str:
-        return one.kernel or ("loop" if one.operation in hlo.CONTROL else "")
+        return layer_kernel(one.kernel) or ("loop" if one.operation in hlo.CONTROL else "")
 
     after: dict[str, frozenset[str]] = {hlo.INPUT: frozenset({hlo.INPUT})}
     for one in computation:
@@ -236,29 +250,23 @@ def block_passes(call: Callable[[Any, Any], Any], module: Any, batch: int, lengt
     """The passes in the StableHLO, lowered for CUDA, of a block's value and gradients; attention is opaque.
 
     Args:
-      call: f(module, stream) -> Stream.
+      call: f(module, x), with the stream (batch, length, D) before and after.
       module: a TransformerBlock; its parameters are the arguments, with the stream and its cotangent.
       batch, length: B, T; see `rows_of`.
       dtype: of the stream.
     """
     from flax import nnx
 
-    from flax_layers import Stream
-
     graphdef, params = nnx.split(module)
     width = module.attention_norm.num_features
 
-    def step(params: Any, stream: Stream, cotangent: jax.Array) -> Any:
-        def of_arrays(params: Any, x: jax.Array) -> Stream:
-            return call(nnx.merge(graphdef, params), Stream(x, stream.sumsq))
-
-        out, pullback = jax.vjp(of_arrays, params, stream.x)
-        return out, pullback(Stream(cotangent, jnp.zeros_like(out.sumsq)))
+    def step(params: Any, x: jax.Array, cotangent: jax.Array) -> Any:
+        out, pullback = jax.vjp(lambda params, x: call(nnx.merge(graphdef, params), x), params, x)
+        return out, pullback(cotangent)
 
     x = jax.ShapeDtypeStruct((batch, length, width), dtype)
-    stream = Stream(x, jax.ShapeDtypeStruct((batch, length), jnp.float32))
     with opaque_attention():
-        lowered = jax.jit(step).trace(params, stream, x).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(step).trace(params, x, x).lower(lowering_platforms=("cuda",))
     computations = hlo.stablehlo_computations(lowered.compiler_ir("stablehlo"))
     return [one for computation in computations for one in passes(computation, rows_of(batch, length))]
 

@@ -21,7 +21,7 @@ from flax import nnx
 import coda_jax as coda
 from benchmarks import plain_llama
 from benchmarks.programs import PROGRAMS
-from benchmarks.variants import LLAMA_3_1B, VARIANTS, Setting, step
+from benchmarks.variants import LLAMA_3_1B, VARIANTS, Setting, layer_kernel, step
 from flax_layers import Llama
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
@@ -42,6 +42,11 @@ _RENAMED = {
     "LlamaBlock_backward_6": "norm_backward",
     "LlamaBlock_backward_7": "weight_backward",
 }
+
+
+def _class_of(epilogue: str) -> str:
+    name = layer_kernel(epilogue)
+    return _RENAMED.get(name, name)
 
 
 class Epilogue(NamedTuple):
@@ -112,11 +117,10 @@ def training_step(name: str, variant: str, *, traced_as: str | None = None) -> S
     (whole,) = (row for row in rows if row["kind"] == "step")
     expected, measured = collections.Counter[str](), collections.Counter[str]()
     for product, count in found.products.items():
-        expected[_RENAMED.get(product.epilogue, product.epilogue)] += count * product.cost.us / 1e3
+        expected[_class_of(product.epilogue)] += count * product.cost.us / 1e3
     for row in rows:
         if row["class"].startswith("coda: "):
-            epilogue = row["class"].removeprefix("coda: ")
-            measured[_RENAMED.get(epilogue, epilogue)] += float(row["ms"])
+            measured[_class_of(row["class"].removeprefix("coda: "))] += float(row["ms"])
     kept = found.totals.kept_bytes / 2**30
     passes = found.totals.passes_ms, float(whole["beyond_ms"])
     return Step(dict(expected), dict(measured), *passes, kept, float(whole["temporaries_gib"]))

@@ -92,7 +92,7 @@ class Nested:
         if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
             return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation, flags)})
         if run is None or not has_bodies:
-            return bind(equation.primitive, inputs, equation.params)
+            return _as_it_is(equation, inputs)
         if is_call(equation):
             each = zip(equation.invars, as_arrays(equation, inputs), strict=True)
             given = (lax.stop_gradient(x) if among(v, self._fixed) else x for v, x in each)
@@ -284,6 +284,15 @@ def _by_its_rule(fused: Callable[..., Function], equation: Equation, inputs: Seq
     function.defvjp(forward, backward)
     results: Sequence[Any] = function(*inputs)
     return results
+
+
+def _as_it_is(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation without products; a shard_map is compiled, for others refuse custom_vjp's zeros."""
+
+    def bound(inputs: Sequence[Any]) -> list[Any]:
+        return list(bind(equation.primitive, inputs, equation.params))
+
+    return jax.jit(bound)(inputs) if equation.primitive.name == "shard_map" else bound(inputs)
 
 
 def shard_mapped(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -248,13 +248,6 @@ def mean_and_rstd(norm: DeferredNorm) -> tuple[jax.Array | None, jax.Array]:
     return _known(norm.x, norm.mean[..., None], norm.sumsq[..., None], norm.epsilon)
 
 
-def scaled_weight(scale: jax.Array, w: jax.Array, dtype: Any, *, transpose: bool = False) -> jax.Array:
-    """scale * w, rounded once to the compute dtype, in w's shape: (D, ...), or with `transpose` (N, D)."""
-    wide = scale.astype(jnp.float32)
-    factor = wide if transpose else jnp.expand_dims(wide, range(1, w.ndim))
-    return (factor * w.astype(jnp.float32)).astype(dtype)
-
-
 def row_flags(tree: Any) -> Any:
     """A flag for each array of a tree: True if it has the rows of x, as a norm's x and its statistics do."""
 

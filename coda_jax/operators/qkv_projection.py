@@ -129,21 +129,6 @@ def split_heads(
     return [*turned, v, *([q, k] if scales else [])]
 
 
-def rotate_heads(x: Value, tables: Tables, scale: Value | None, head: Head) -> Value:
-    """q or k (..., H Dh), from a product of its own, turned as by `split_heads`."""
-    if not tables and scale is None:
-        return x
-    cos, sin = tables or (None, None)
-    lines = fused if takes_heads(head.dim) else by_xla
-    back = _turned_again if scale is None and lines is fused else None
-    turned: Value = lines("turned", _rotate, x, cos, sin, scale, inverse=back, head=head)
-    return turned
-
-
-def _turned_again(y: jax.Array, cos: jax.Array, sin: jax.Array, *, head: Head) -> jax.Array:
-    return _rotate(y, cos, -sin, None, head=head)
-
-
 def _qkv_projection(
     norm: Any,
     weights: tuple[Value, ...],

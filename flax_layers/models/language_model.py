@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 import jax
 from flax import nnx
 
-from coda_jax import DeferredNorm
 from flax_layers.decoding.kv_cache import KVCache
 from flax_layers.decoding.text_cache import TextCache, varying_scalings
+from flax_layers.fused import fused_whole
 from flax_layers.lm_head import LMHead, logits_of, loss_of, token_logprobs_of
 from flax_layers.models.origin import end_tokens
 from flax_layers.moe.balancing import RouterStatistics
@@ -62,7 +62,7 @@ class LanguageModel(nnx.Module):
         positions: jax.Array | None,
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
-    ) -> jax.Array | DeferredNorm:
+    ) -> jax.Array:
         """The features that the head projects."""
         raise NotImplementedError
 
@@ -90,6 +90,7 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"{count} tokens exceed config.{self.max_length}={limit}")
 
     @under_rules
+    @fused_whole
     def __call__(
         self,
         tokens: jax.Array,
@@ -128,6 +129,7 @@ class LanguageModel(nnx.Module):
         return TextCache.empty(caches) if varying_scalings(layers, capacity) else caches
 
     @under_rules
+    @fused_whole
     def loss(
         self,
         tokens: jax.Array,
@@ -198,6 +200,7 @@ class LanguageModel(nnx.Module):
         return results if len(results) > 1 else loss
 
     @under_rules
+    @fused_whole
     def token_logprobs(
         self,
         tokens: jax.Array,

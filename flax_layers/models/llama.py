@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +10,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax import DeferredNorm, Stream
 from flax_layers.activation import Activation
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
@@ -229,18 +227,15 @@ class Llama(LanguageModel):
         """The final norm; options are param_dtype and rngs."""
         return RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, **options)
 
-    def _embedded(self, tokens: jax.Array) -> Stream:
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
         """The stream that enters the first layer; the factor of the embedding is rounded to the stream's dtype."""
         x, scale = self.embed(tokens), self.config.embedding_factor
-        return Stream.of(x if scale == 1 else x * jnp.asarray(scale, x.dtype))
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-    def _projected(self, stream: Any) -> DeferredNorm:
-        """The features that the head projects, from the last layer's stream; the norm includes the factor of logits."""
-        norm, factor = self.norm(stream), self.config.logits_factor
-        if factor == 1:
-            return norm
-        scale, bias = (None if x is None else x.astype(jnp.float32) * factor for x in (norm.scale, norm.bias))
-        return dataclasses.replace(norm, scale=scale, bias=bias)
+    def _projected(self, stream: jax.Array) -> jax.Array:
+        """The features that the head projects, from the last layer's stream, with the factor of logits."""
+        h, factor = self.norm(stream), self.config.logits_factor
+        return h if factor == 1 else (h.astype(jnp.float32) * factor).astype(h.dtype)
 
     def _embedding(self) -> jax.Array | None:
         """The embedding that a tied head projects with."""
@@ -252,14 +247,14 @@ class Llama(LanguageModel):
         positions: jax.Array | None,
         mask: jax.Array | None,
         segment_ids: jax.Array | None,
-    ) -> DeferredNorm:
+    ) -> jax.Array:
         """The features that the head projects."""
         options = {"positions": positions, "mask": mask, "segment_ids": segment_ids}
         return self._run(tokens, options)[0]
 
     def _features_and_statistics(
         self, tokens: jax.Array, token_mask: jax.Array | None, options: dict[str, Any]
-    ) -> tuple[DeferredNorm, RouterStatistics | None]:
+    ) -> tuple[jax.Array, RouterStatistics | None]:
         if not isinstance(self.config, MoEConfig):
             return self._run(tokens, options)
         return self._run(tokens, {**options, "token_mask": token_mask}, statistics=True)
@@ -270,7 +265,7 @@ class Llama(LanguageModel):
 
     def _run(
         self, tokens: jax.Array, options: dict[str, Any], *, statistics: bool = False
-    ) -> tuple[DeferredNorm, RouterStatistics | None]:
+    ) -> tuple[jax.Array, RouterStatistics | None]:
         """The final norm, and the routers' statistics if they are asked for."""
         left = run_layers(
             self.layers,

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coda_jax import DeferredNorm, Stream
-from coda_jax.extend import array
 from flax_layers.activation import Activation
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.config_checks import is_number
+from flax_layers.fused import fused
 from flax_layers.linear import Linear, default_kernel_init
 from flax_layers.mlp import GatedMLP
-from flax_layers.moe.balancing import RouterStatistics, router_statistics
+from flax_layers.moe.balancing import router_statistics
 from flax_layers.moe.expert_parallel import DOWN, DOWN_BIAS, GATE_UP, GATE_UP_BIAS, expert_parallel
 from flax_layers.moe.experts import Experts
 from flax_layers.moe.router import Router, Scoring
-from flax_layers.on_values import is_value
-from flax_layers.residual import Residual, Sum
 
 
 class MoE(nnx.Module):
     """Mixture of experts: each token's feed-forward layer is a weighted sum of k of E experts. No token is dropped
     without a capacity_factor.
 
-    y = sum over j of weight[j] * expert[j](x) [+ [sigmoid(x @ shared_gate)] * shared(x)] [+ residual]
+    y = sum over j of weight[j] * expert[j](x) [+ [sigmoid(x @ shared_gate)] * shared(x)]
 
-    Rows are sorted by expert, computed, and returned by the inverse permutation and a sum of k in float32, which the
-    residual joins before the one rounding: no scatter with additions, in either pass. `router` is a `Router`, `experts`
+    Rows are sorted by expert, computed, and returned by the inverse permutation and a sum of k in float32: no scatter
+    with additions, in either pass. `router` is a `Router`, `experts`
     an `Experts`, `shared` a GatedMLP that every token goes through, as Qwen2-MoE and DeepSeek have it. On a mesh rows
     are sent to the devices of their experts, as the rules in force say: see `flax_layers.moe.expert_parallel`.
 
@@ -118,82 +115,55 @@ class MoE(nnx.Module):
         self.shared_gate: Any = Linear(in_features, 1, dtype=dtype, **options) if use_shared_gate else nnx.data(None)
         name_parameters(self)
 
-    @overload
+    @fused
     def __call__(
         self,
-        x: jax.Array | Stream | DeferredNorm,
+        x: jax.Array,
         *,
-        residual: Residual = None,
-        statistics: Literal[False] = False,
-        token_mask: jax.Array | None = None,
-    ) -> Any: ...
-    @overload
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        *,
-        residual: Residual = None,
-        statistics: Literal[True],
-        token_mask: jax.Array | None = None,
-    ) -> tuple[Any, RouterStatistics]: ...
-    def __call__(
-        self,
-        x: jax.Array | Stream | DeferredNorm,
-        *,
-        residual: Residual = None,
         statistics: bool = False,
         token_mask: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Any:
-        """Applies the layer to x (..., D); `residual` as in Linear.
+        """Applies the layer to x (..., D).
 
         Args:
-          x: (..., D). A norm that is not applied yet is formed, once for router and experts.
-          residual: (..., D) to add before the one rounding; True for what x, a norm, normalises.
+          x: (..., D).
           statistics: whether to return the router's statistics too.
           token_mask: (...,) bool, False for tokens that the statistics leave out, as padding. They are computed all the
             same.
+          dtype: of the result; default the compute dtype.
 
         Returns:
-          (..., D), in the residual's dtype if there is one, else in the compute dtype, a Stream as of Linear; with
-          `statistics` a pair of it and of `RouterStatistics`.
+          (..., D); with `statistics` a pair of it and of `RouterStatistics`.
 
         Raises:
-          ValueError: x, residual or token_mask of another shape.
-          TypeError: x is a value of a coda.block.
+          ValueError: x or token_mask of another shape.
         """
-        if is_value(x):
-            raise TypeError(
-                "MoE: x is a value of a coda.block; its router takes arrays, as a TransformerBlock gives them"
-            )
-        target = Sum.of(residual, x)
-        formed = array(x)
         features = self.router.kernel.shape[0]
-        if formed.ndim < 1 or formed.shape[-1] != features:
-            raise ValueError(f"MoE: x has shape {formed.shape}; it must be (..., {features})")
-        if token_mask is not None and token_mask.shape != formed.shape[:-1]:
-            raise ValueError(
-                f"token_mask has shape {token_mask.shape}; of x {formed.shape} it must be {formed.shape[:-1]}"
-            )
-        routing = self.router(formed)
-        dtype = self.experts.dtype or jnp.result_type(formed, self.experts.gate_up[...])
-        wide = jnp.promote_types(dtype, jnp.float32)
+        if x.ndim < 1 or x.shape[-1] != features:
+            raise ValueError(f"MoE: x has shape {x.shape}; it must be (..., {features})")
+        if token_mask is not None and token_mask.shape != x.shape[:-1]:
+            raise ValueError(f"token_mask has shape {token_mask.shape}; of x {x.shape} it must be {x.shape[:-1]}")
+        routing = self.router(x)
+        compute_dtype = self.experts.dtype or jnp.result_type(x, self.experts.gate_up[...])
+        wide = jnp.promote_types(compute_dtype, jnp.float32)
         parameters = self.experts.parameters()
         y: Any = expert_parallel(
             self.experts.apply,
-            formed.astype(dtype),
+            x.astype(compute_dtype),
             routing.ids,
             routing.weights,
             parameters,
             axes=(GATE_UP, DOWN, GATE_UP_BIAS, DOWN_BIAS)[: len(parameters)],
             capacity_factor=self.capacity_factor,
-            compute_dtype=dtype,
+            compute_dtype=compute_dtype,
             dtype=wide,
         )
         y, dropped = (y, 0) if self.capacity_factor is None else y
         if self.shared is not None:
-            y = y + self._shared(formed, wide)
-        added = y.astype(dtype) if target is None else _added(y, target)
-        return (added, router_statistics(routing, token_mask, dropped)) if statistics else added
+            y = y + self._shared(x, wide)
+        y = y.astype(dtype or compute_dtype)
+        return (y, router_statistics(routing, token_mask, dropped)) if statistics else y
 
     def _shared(self, x: jax.Array, wide: DTypeLike) -> jax.Array:
         """The shared expert's term of the sum for x (..., D), of the dtype `wide`."""
@@ -202,13 +172,3 @@ class MoE(nnx.Module):
         if self.shared_gate is not None:
             y = jax.nn.sigmoid(self.shared_gate(rows).astype(wide)) * y
         return y.reshape(x.shape)
-
-
-def _added(y: jax.Array, residual: Sum) -> jax.Array | Stream:
-    """residual + y in float32, rounded once."""
-    if residual.array.shape != y.shape:
-        raise ValueError(f"a residual of shape {residual.array.shape} is added to an output of shape {y.shape}")
-    total = (residual.array.astype(y.dtype) + y).astype(residual.array.dtype)
-    if not residual.is_stream:
-        return total
-    return Stream(total).with_statistic() if residual.has_sums else Stream(total)
