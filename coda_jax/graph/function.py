@@ -101,21 +101,21 @@ class Graph:
 
         return {leaf: as_leaf(leaf, x) for leaf, x in zip(self.leaves, arrays, strict=True)}
 
-    def behind_a_barrier(self, backward: Plan, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves' arrays as a backward pass reads them.
+    def behind_a_barrier(self, backward: Plan, arrays: Mapping[Value, Any]) -> dict[Value, Any]:
+        """The arrays of leaves and of kept values as a backward pass reads them.
 
-        Without a barrier XLA would keep what the forward pass made of leaves of which this pass makes the same, or what
+        Without a barrier XLA would keep what the forward pass made of these of which this pass makes the same, or what
         it cast them to. The barrier is in front of the axes that values have: XLA copies an array that has other axes
         before it than behind it. A loop's step has none: its forward pass is another loop's or its own, computed again,
         and XLA would store each slice of stacked weights in their own dtype, beside what it casts the slice to.
         """
         if self.is_step:
-            return list(arrays)
-        made_again: set[Value] = {*backward.leaves_of_passes}
-        made_again |= self.weights & {x for of in backward.steps for x in of.product.inputs}
-        again = [i for i, x in enumerate(self.leaves) if x in made_again]
-        behind = dict(zip(again, lax.optimization_barrier([arrays[i] for i in again]), strict=True))
-        return [behind.get(i, x) for i, x in enumerate(arrays)]
+            return dict(arrays)
+        made_again = backward.read_by_passes | (
+            self.weights & {x for of in backward.steps for x in of.product.inputs}
+        )
+        again = {x: array for x, array in arrays.items() if x in made_again}
+        return {**arrays, **dict(zip(again, lax.optimization_barrier([*again.values()]), strict=True))}
 
     @functools.cached_property
     def _descriptions(self) -> dict[Plan, tuple[str, list[tuple[str, str]]]]:
@@ -352,9 +352,10 @@ class _Backward(Backward):
     def __call__(self, kept: Any, cotangents: Any) -> tuple[jax.Array | None, ...]:
         (arrays, values, derivative), graph = kept, self.graph
         backward = derivative.backward(frozenset(i for i, x in enumerate(cotangents) if x is None))
-        arrays = graph.behind_a_barrier(backward.plan, arrays)
-        known: dict[Value, jax.Array] = dict(zip(derivative.kept, values, strict=True))
-        known |= graph.known(arrays)
+        read: dict[Value, Any] = dict(zip([*graph.leaves, *derivative.kept], [*arrays, *values], strict=True))
+        read = graph.behind_a_barrier(backward.plan, read)
+        arrays = [read[leaf] for leaf in graph.leaves]
+        known = read | graph.known(arrays)
         known |= {leaf: x for leaf, x in zip(backward.cotangents, cotangents, strict=True) if leaf is not None}
         each = list(zip(backward.leaf_cotangents, arrays, strict=True))
         dtypes = [x.dtype for of, x in each if of is not None]
