@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -367,8 +367,13 @@ def _sums_of(every: Sequence[Equation], ends: set[Any]) -> Iterator[tuple[Any, t
     """The variables that are row sums of some arrays, with the array and the sums."""
     # Elementwise functions of one array: the array, and the numbers of their equations.
     made: dict[Any, tuple[Any, frozenset[int]]] = {x: (x, frozenset()) for x in ends}
+    unnamed: dict[Any, Any] = {}  # what a policy's names are given to
     for i, equation in enumerate(every):
         inputs, name = variables(equation.invars), equation.primitive.name
+        if name == "name" and inputs and inputs[0] in made and equation.outvars[0] not in made:
+            unnamed[equation.outvars[0]] = unnamed.get(inputs[0], inputs[0])
+            made[equation.outvars[0]] = made[inputs[0]]
+            continue
         if len(equation.outvars) != 1 or not inputs or not all(x in made for x in inputs) or equation.effects:
             continue
         (x, *others), (out,) = dict.fromkeys(made[y][0] for y in inputs), equation.outvars
@@ -376,12 +381,18 @@ def _sums_of(every: Sequence[Equation], ends: set[Any]) -> Iterator[tuple[Any, t
         if others or len(numbers) > _MOST_EQUATIONS or out in made:
             continue
         if sums_last_axis(equation):
-            makers = [every[j] for j in sorted(numbers)]
+            makers = [_reading(every[j], unnamed) for j in sorted(numbers)]
             key = structure(makers, [x], [out], lambda x: str(x.aval), own_params)
             if key is not None:
                 yield out, (x, _Sums(key, x, makers))
         elif (name in ELEMENTWISE or asks_sharding(equation)) and _is_of_elements(equation, x):
             made[out] = x, numbers
+
+
+def _reading(equation: Equation, others: Mapping[Any, Any]) -> Equation:
+    """The equation, which reads other variables in the place of some."""
+    inputs = [x if isinstance(x, core.Literal) else others.get(x, x) for x in equation.invars]
+    return equation.replace(invars=inputs)
 
 
 def _is_of_elements(equation: Equation, x: Any) -> bool:
