@@ -30,6 +30,10 @@ def behind_gelu(x, w):
     return x + jax.nn.silu(jax.nn.gelu(x) @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)
 
 
+def named(x, w):
+    return feed_forward(checkpoint_name(x, "layer_input"), w)
+
+
 def post_norm(x, w):
     return x + rms_norm(jax.nn.silu(rms_norm(x, w["scale"]) @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype), 1.0)
 
@@ -49,6 +53,7 @@ def in_front_of_gelu(x, w):
 
 LAYER_KINDS = {  # the layer, and whether its calls stay
     "feed forward": (feed_forward, True),
+    "named": (named, True),
     "bias": (with_bias, False),
     "gelu in front": (behind_gelu, False),
     "gelu behind": (in_front_of_gelu, False),

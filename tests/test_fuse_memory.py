@@ -53,3 +53,23 @@ def test_a_step_has_no_barrier(is_checkpoint):
     behind = [v.aval.shape for e in barriers for v in e.invars if v.aval.dtype == jnp.float32]
     assert head.shape == layers.shape[1:]
     assert behind.count(head.shape) == 1  # the head, which is cast again
+
+
+def test_kept_vectors_are_read_behind_the_barrier():
+    """XLA would scale a weight for both passes at once, where both read one vector, and keep it from one to the other."""
+    x, w = (
+        normal(*shape, seed=i).astype(jnp.bfloat16) for i, shape in enumerate([(2, TOKENS, WIDTH), (WIDTH, HIDDEN)])
+    )
+    scale = jnp.linspace(0.5, 1.5, WIDTH, dtype=jnp.bfloat16)
+
+    def loss(weights, x):
+        scale, w = weights
+        x = jnp.tanh(x @ w) @ w.T
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * scale.astype(jnp.float32)
+        return jnp.sum(jnp.tanh(normed.astype(x.dtype) @ w).astype(jnp.float32))
+
+    gradient = jax.grad(coda.fuse(loss, defer_norms=True))
+    jaxpr = jax.make_jaxpr(gradient)((scale, w), x).jaxpr
+    (barrier,) = (e for e, _ in equations(jaxpr) if e.primitive.name == "optimization_barrier")
+    assert sorted(v.aval.size for v in barrier.invars if v.aval.size <= w.size) == [WIDTH, w.size]

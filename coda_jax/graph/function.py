@@ -111,9 +111,7 @@ class Graph:
         """
         if self.is_step:
             return dict(arrays)
-        made_again = backward.read_by_passes | (
-            self.weights & {x for of in backward.steps for x in of.product.inputs}
-        )
+        made_again = backward.read_by_passes | (self.weights & {x for of in backward.steps for x in of.product.inputs})
         again = {x: array for x, array in arrays.items() if x in made_again}
         return {**arrays, **dict(zip(again, lax.optimization_barrier([*again.values()]), strict=True))}
 

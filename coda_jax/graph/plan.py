@@ -88,7 +88,7 @@ class Plan:
       unread: results of attention in memory that nothing else reads.
       behind: for each derivative of attention what its kernels make of dq, dk and dv.
       factors_alone: the tiles in memory that products alone read, as factors.
-      read_by_passes: the leaves that passes of XLA's read, and what is given without rows.
+      read_by_passes: the leaves that passes of XLA's read, and the vectors without rows that it is given.
       too_long: maps that would make an epilogue longer than `MOST_INSTRUCTIONS`.
       beyond_zero: maps that are not zeros in rows in no group, where an epilogue of groups would store zeros.
       epilogues: a cache for the function that runs the plan, by the step's number.
@@ -135,7 +135,9 @@ class Plan:
         read = [x for step in range(len(products)) for x in self.operands(step)]
         read += _leaves([x for one in self.by_xla for x in one.inputs], self._pass_inputs)
         self.read_by_passes = frozenset(
-            x for x in self._read_by_passes() if isinstance(x, Leaf) or (x in self.given and not has_rows(x))
+            x
+            for x in self._read_by_passes()
+            if isinstance(x, Leaf) or (x in self.given and not (x.is_tile or has_rows(x)))
         )
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
