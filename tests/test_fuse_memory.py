@@ -56,7 +56,7 @@ def test_a_step_has_no_barrier(is_checkpoint):
 
 
 def test_kept_vectors_are_read_behind_the_barrier():
-    """XLA would scale a weight for both passes at once, where both read one vector, and keep it from one to the other."""
+    """XLA would scale a weight for both passes at once, and keep it, where both read one vector."""
     x, w = (
         normal(*shape, seed=i).astype(jnp.bfloat16) for i, shape in enumerate([(2, TOKENS, WIDTH), (WIDTH, HIDDEN)])
     )
