@@ -148,6 +148,7 @@ def _one_by_one(
     take_turns = _BARRIER_LEAVES_ZEROS and jax.sharding.get_abstract_mesh().size > 1
     parameters = [nnx.state(layer, nnx.Param) for layer in layers] if take_turns else []
     shards_width = take_turns and width_is_cut()
+    checkpoints: dict[Any, Callable[..., tuple[Any, Any]]] = {}  # equal layers have one, which JAX traces once
     for i, layer in enumerate(layers):
         if take_turns and i + 1 < len(layers):
             stream, parameters[i + 1] = lax.optimization_barrier((stream, parameters[i + 1]))
@@ -156,10 +157,12 @@ def _one_by_one(
             stream, counted = _called(current, stream, statistics, options)
         else:
             graphdef, state = nnx.split(current)
-            # A barrier on all saved arrays until the cotangent is there would keep weights from being gathered earlier.
-            pinned = (not shards_width, True, True)
-            function = jax.checkpoint(_function_of(graphdef, statistics), policy=policy, prevent_cse=pinned)
-            stream, counted = function(state, stream, options)
+            if graphdef not in checkpoints:
+                # A barrier on all saved arrays until the cotangent is there would keep weights from being gathered
+                # earlier.
+                pinned, function = (not shards_width, True, True), _function_of(graphdef, statistics)
+                checkpoints[graphdef] = jax.checkpoint(function, policy=policy, prevent_cse=pinned)
+            stream, counted = checkpoints[graphdef](state, stream, options)
         collected.append(counted)
     return stream, collected
 

@@ -64,6 +64,7 @@ FORMS = {
     "loop": scanned,
     "backwards": lambda layer: scanned(layer, reverse=True),
     "checkpoints": lambda layer: in_turn(jax.checkpoint(layer)),
+    "checkpoints with flags": lambda layer: in_turn(jax.checkpoint(layer, prevent_cse=(True, False))),
     "loop of checkpoints": lambda layer: scanned(jax.checkpoint(layer)),
     "loop of a policy": lambda layer: scanned(
         jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)

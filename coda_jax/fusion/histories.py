@@ -282,7 +282,7 @@ def _cond(bodies: Sequence[_Body], equation: Equation, inputs: Sequence[Any]) ->
 
 def _checkpoint(bodies: Sequence[_Body], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     consts, whole = bodies[0].traced(inputs)
-    return with_body(equation, whole, [*consts, *inputs])
+    return with_body(equation, whole, consts, inputs)
 
 
 def _jit(bodies: Sequence[_Body], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -122,9 +122,16 @@ class Nested:
         return any(answer is not None for remat in self._remats for answer in remat.answers(jaxpr))
 
     def _function(
-        self, body: Any, name: str, remat: Remat | None = None, *, of: str = "", flags: Sequence[bool] = ()
+        self,
+        body: Any,
+        name: str,
+        remat: Remat | None = None,
+        *,
+        of: str = "",
+        flags: Sequence[bool] = (),
+        checkpoint: tuple[Any, bool | tuple[bool, ...]] | None = None,
     ) -> Function:
-        """The function that a body becomes, made once.
+        """The function that a body becomes, made once, so that JAX traces the checkpoints of equal layers once.
 
         Args:
           body: a jaxpr.
@@ -132,15 +139,24 @@ class Nested:
           remat: the policy of the checkpoint that it is the body of.
           flags: which of its arguments are weights; of others than it has, as a rule's are, none.
           of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp, "step" for a loop's body.
+          checkpoint: the policy and `prevent_cse` of a `jax.checkpoint` of the function.
         """
-        key = id(body), tuple(flags)
+        key = (
+            id(body),
+            tuple(flags),
+            checkpoint and (id(checkpoint[0] if remat is None else remat.policy), checkpoint[1]),
+        )
         if key not in self._known:
             closed = core.ClosedJaxpr(*opened(body))
             is_alike = len(flags) == len(closed.in_avals)
             weights = list(flags) if is_alike else [False] * len(closed.in_avals)
             remats = self._around if remat is None else [remat, *self._around]
             fused = self._fused_in.get(of, self._fused)
-            self._known[key] = body, functools.partial(fused(closed, name, remats, weights), *closed.consts)
+            function = functools.partial(fused(closed, name, remats, weights), *closed.consts)
+            if checkpoint is not None:
+                policy, prevent_cse = checkpoint
+                function = jax.checkpoint(_listed(function), policy=policy, prevent_cse=prevent_cse)
+            self._known[key] = body, function
         return self._known[key][1]
 
     def _of_jit(self, equation: Equation, flags: Sequence[bool]) -> core.ClosedJaxpr:
@@ -165,6 +181,10 @@ def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:
             return _custom_vjp
         return _by_its_rule if may_be_opened(equation) else None
     return _RULES.get(equation.primitive.name)
+
+
+def _listed(function: Function) -> Callable[..., list[Any]]:
+    return lambda *arrays: list(function(*arrays))
 
 
 def as_arrays(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -233,21 +253,31 @@ def _while(fused: Callable[..., Function], equation: Equation, inputs: Sequence[
 def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
     params, inner = equation.params, callee(equation)
     is_differentiated = params.get("differentiated")
-    remat = None if is_differentiated else remat_of(params["policy"], opened(inner)[0])
-    body = fused(inner, "checkpoint", remat)
     if not is_differentiated:
+        remat = remat_of(params["policy"], opened(inner)[0])
         policy = params["policy"] if remat is None else remat
-        rule = jax.checkpoint(lambda *xs: list(body(*xs)), prevent_cse=params["prevent_cse"], policy=policy)
-        results: Sequence[Any] = rule(*inputs)
+        results: Sequence[Any] = fused(inner, "checkpoint", remat, checkpoint=(policy, params["prevent_cse"]))(*inputs)
         return results
+    body = fused(inner, "checkpoint")
     closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))  # a backward pass: its barrier stays
-    return with_body(equation, without_constants(closed), [*closed.consts, *inputs])
+    return with_body(equation, without_constants(closed), closed.consts, inputs)
 
 
-def with_body(equation: Equation, whole: core.ClosedJaxpr, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results of a checkpoint that holds another jaxpr, without constants, at these inputs."""
-    given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
-    return bind(equation.primitive, inputs, {**equation.params, "jaxpr": given})
+def with_body(
+    equation: Equation, whole: core.ClosedJaxpr, consts: Sequence[Any], inputs: Sequence[Any]
+) -> Sequence[Any]:
+    """The results of a checkpoint that holds another jaxpr.
+
+    Args:
+      equation: the checkpoint.
+      whole: the jaxpr, without constants.
+      consts: its first arguments.
+      inputs: the others: those that the checkpoint had, and further ones behind these.
+    """
+    params = {**equation.params, "jaxpr": whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr}
+    if isinstance(flags := params["prevent_cse"], tuple):  # one for each argument
+        params["prevent_cse"] = (*[False] * len(consts), *flags, *[True] * (len(inputs) - len(flags)))
+    return bind(equation.primitive, [*consts, *inputs], params)
 
 
 def _call(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

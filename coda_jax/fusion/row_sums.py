@@ -36,12 +36,12 @@ from coda_jax.fusion.alike import own_params, structure
 from coda_jax.fusion.centred import with_centred_sums
 from coda_jax.fusion.dots import PRODUCTS, Dot, Equation, dot_of, is_derivative
 from coda_jax.fusion.makers import asks_sharding
+from coda_jax.fusion.nested import with_body
 from coda_jax.fusion.residuals import scanned
 from coda_jax.fusion.rows import OF_ELEMENTS, SHAPES
 from coda_jax.fusion.straight import CHECKPOINTS, applied, at_line, called_as, is_call, straight
 from coda_jax.graph.on_mesh import ELEMENTWISE
 from coda_jax.graph.values import is_float
-from coda_jax.jaxprs.bind import bind
 from coda_jax.jaxprs.calls import CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import DefUse, variables
 from coda_jax.jaxprs.evaluate import evaluate, needed_jaxpr, read, run, without_constants
@@ -356,8 +356,11 @@ class _Rewriting:
             outputs = _scan(equation, body, inputs, more, slices)
         else:
             arrays = [*inputs, *more]
-            is_called = is_call(equation)
-            outputs = level.call(equation, body)(*arrays) if is_called else _checkpoint(equation, body, arrays)
+            outputs = (
+                level.call(equation, body)(*arrays)
+                if is_call(equation)
+                else with_body(equation, without_constants(body), body.consts, arrays)
+            )
         of_results = [(equation.outvars[i], sums) for i, sums in [*wanted, *stacked]]
         self._known.update(zip(of_results, outputs[count:], strict=True))
         return outputs[:count]
@@ -435,10 +438,3 @@ def _scan(
     given = list(inputs[consts:end]), list(sums)
     (carry, of_carry), (ys, stacked) = scanned(equation, step, given, (list(inputs[end:]), list(slices)))
     return [*carry, *ys, *of_carry, *stacked]
-
-
-def _checkpoint(equation: Equation, body: core.ClosedJaxpr, arrays: Sequence[Any]) -> Sequence[Any]:
-    """The results of a checkpoint, and the sums of these."""
-    whole = without_constants(body)
-    given = whole if isinstance(callee(equation), core.ClosedJaxpr) else whole.jaxpr
-    return bind(equation.primitive, [*body.consts, *arrays], {**equation.params, "jaxpr": given})
