@@ -170,7 +170,7 @@ class _Opening:
 
 def _with_calls(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The jaxpr, with calls in the place of what can be bound in another mesh context alone."""
-    return with_auto_axes_apart(jaxpr, f"{OPAQUE}auto_axes")
+    return with_auto_axes_apart(jaxpr, OPAQUE)
 
 
 def _identity(x: Any) -> Hashable:
@@ -304,6 +304,11 @@ def is_stacked(equation: Equation) -> bool:
 def is_opaque(equation: Equation) -> bool:
     """True for a call of which nothing is fused."""
     return _is_named(equation, OPAQUE)
+
+
+def name_of_opaque(equation: Equation) -> str:
+    """The name of a function of which nothing is fused; empty for equations that are no function of the user's."""
+    return str(equation.params["name"]).removeprefix(OPAQUE)
 
 
 def is_jitted(jaxpr: core.Jaxpr) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from coda_jax.fusion.alike import is_attention
 from coda_jax.fusion.dots import Equation, is_dot
-from coda_jax.fusion.straight import is_stacked
+from coda_jax.fusion.straight import is_opaque, is_stacked, name_of_opaque
 from coda_jax.jaxprs.calls import CALLS, CUSTOM_DERIVATIVES, callee, opened
 from coda_jax.jaxprs.def_use import variables
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
@@ -92,7 +93,9 @@ def words_of_map(
 
 
 def words_of_call(steps: Sequence[Equation]) -> str:
-    """The word for the equations that stay XLA's: "attention", "gather"."""
+    """The word for the equations that stay XLA's: "gather", or a function's name, "'attention'"."""
+    if name := _names_of_functions(steps):
+        return name
     every = [e for step in steps for e in (step, *(x for body in inner_jaxprs(step) for x, _ in equations(body)))]
     outer = ["scan" if is_stacked(step) else step.primitive.name for step in steps]
     if name := next((x for x in outer if x in CUSTOM_DERIVATIVES - {"custom_jvp_call"}), ""):
@@ -107,6 +110,13 @@ def words_of_call(steps: Sequence[Equation]) -> str:
             return word
     telling = dict.fromkeys(name for name in names if name not in _NOTHING)
     return "+".join(telling) or "casts and copies"
+
+
+def _names_of_functions(steps: Sequence[Equation]) -> str:
+    """The names of the functions that are called as they are: of attention, and of the user's opaque ones."""
+    names = ["attention" for _ in filter(is_attention, steps)]
+    names += map(name_of_opaque, filter(is_opaque, steps))
+    return "+".join(dict.fromkeys(f"'{name}'" for name in names if name))
 
 
 class _Words:
