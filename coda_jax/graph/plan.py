@@ -134,11 +134,7 @@ class Plan:
         self.beside = self._beside_attention()
         read = [x for step in range(len(products)) for x in self.operands(step)]
         read += _leaves([x for one in self.by_xla for x in one.inputs], self._pass_inputs)
-        self.read_by_passes = frozenset(
-            x
-            for x in self._read_by_passes()
-            if isinstance(x, Leaf) or (x in self.given and not (x.is_tile or has_rows(x)))
-        )
+        self.read_by_passes = self._read_by_passes()
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
         self.behind: dict[Call, Behind] = behind_attention(
@@ -253,11 +249,13 @@ class Plan:
         """The values in memory, and the leaves, that the pass reads which makes this value."""
         return _leaves(value.inputs, self._pass_inputs)
 
-    def _read_by_passes(self) -> list[Value]:
+    def _read_by_passes(self) -> frozenset[Value]:
         def inputs_of(value: Value) -> Sequence[Value] | None:
             return None if self._pass_inputs(value) is None else inputs_read(value)
 
-        return _leaves([x for one in self.by_xla for x in inputs_read(one)], inputs_of)
+        read = _leaves([x for one in self.by_xla for x in inputs_read(one)], inputs_of)
+        vectors = (x for x in read if x in self.given and not (x.is_tile or has_rows(x)))
+        return frozenset([*(x for x in read if isinstance(x, Leaf)), *vectors])
 
     def _beside_attention(self) -> dict[Result, list[Value]]:
         """For each result of attention in memory the maps of it that its kernel may make."""
