@@ -7,6 +7,7 @@ from coda_jax.attend.choose import prefers_cudnn as prefers_cudnn
 from coda_jax.attend.primitive import CONTEXT_NAME as CONTEXT_NAME
 from coda_jax.epilogue.call_site import hide as hide_frames
 from coda_jax.jaxprs.hoist import hoist as hoist
+from coda_jax.operators.deferred_norm import in_row as in_row
 from coda_jax.operators.enclosing import is_fused as is_fused
 from coda_jax.operators.head.arguments import int32_labels as int32_labels
 from coda_jax.operators.pytree import register as register_pytree
@@ -32,6 +33,7 @@ __all__ = [
     "hide_frames",
     "hoist",
     "in_heads",
+    "in_row",
     "int32_labels",
     "is_fused",
     "join_halves",

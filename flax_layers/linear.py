@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax.extend import spec_of_sum
+from coda_jax.extend import explicit_cuts, in_row, spec_of_sum, without_axes
 from flax_layers.fp8 import History, history_of
 from flax_layers.fused import fused
 
@@ -45,8 +45,18 @@ def product(
     factors = x.astype(dtype), kernel.astype(dtype)
     if fp8 is not None:
         return coda.fp8.matmul(*factors, recipe=fp8, history=None if history is None else history[...])
-    numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(*factors, numbers, out_sharding=spec_of_sum(*factors))
+    numbers, spec = (((x.ndim - 1,), (0,)), ((), ())), spec_of_sum(*factors)
+    if spec is None:
+        factors = factors[0], _beside_rows(factors[1], factors[0])
+    return lax.dot_general(*factors, numbers, out_sharding=spec)
+
+
+def _beside_rows(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    """The kernel, its columns gathered over explicit mesh axes that shard the rows of x, as FSDP's."""
+    row_axes = frozenset().union(*explicit_cuts(x)[:-1])
+    for axis in range(1, kernel.ndim):
+        kernel = without_axes(kernel, axis, row_axes)
+    return kernel
 
 
 def add(x: jax.Array, *others: jax.Array) -> jax.Array:
@@ -117,4 +127,4 @@ class Linear(nnx.Module):
 
 def _with_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     wide = jnp.promote_types(y.dtype, jnp.float32)
-    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
+    return (y.astype(wide) + in_row(bias.astype(wide), y)).astype(y.dtype)

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from coda_jax.extend import in_row
 from flax_layers.axis_metadata import parameter
 from flax_layers.fused import fused
 
@@ -79,7 +80,7 @@ class RMSNorm(_Norm):
 
     def _normalised(self, x: jax.Array) -> jax.Array:
         rstd = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return x * rstd * self.whole_scale
+        return x * rstd * in_row(self.whole_scale, x)
 
 
 class LayerNorm(_Norm):
@@ -123,5 +124,5 @@ class LayerNorm(_Norm):
     def _normalised(self, x: jax.Array) -> jax.Array:
         centred = x - jnp.mean(x, axis=-1, keepdims=True)
         rstd = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
-        y = centred * rstd * self.scale[...]
-        return y if self.bias is None else y + self.bias[...]
+        y = centred * rstd * in_row(self.scale[...], x)
+        return y if self.bias is None else y + in_row(self.bias[...], x)
