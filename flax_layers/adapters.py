@@ -1,7 +1,8 @@
-"""Low-rank adapters in the place of a Linear, whose arrays a head reads."""
+"""Low-rank adapters in the place of a Linear."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax.typing import DTypeLike
 
-from flax_layers.linear import is_linear
+from flax_layers.linear import add, is_linear, product
 
 
 class LowRank(NamedTuple):
@@ -50,6 +51,20 @@ class LowRank(NamedTuple):
     def dtype(self) -> DTypeLike | None:
         """The compute dtype, the adapter's too where it has none of its own."""
         return self.base.dtype
+
+    def delta(self, x: jax.Array) -> jax.Array:
+        """x @ a @ b, (..., N)."""
+        dtype = self.lora.dtype or self.dtype
+        return product(product(x, self.lora.lora_a[...], dtype=dtype), self.lora.lora_b[...], dtype=dtype)
+
+
+def apply(layer: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """layer(x) for a Linear or a module in its place; an adapter without a dtype computes in its base's."""
+    adapter = LowRank.of(layer)
+    if adapter is None:
+        return layer(x)
+    y = nnx.Linear.__call__(layer, x) if isinstance(layer, nnx.LoRALinear) else adapter.base(x)
+    return add(y, adapter.delta(x))
 
 
 def _is_plain(base: Any, call: Any) -> bool:

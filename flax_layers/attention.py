@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax import rotary as rotary
 from coda_jax.extend import in_heads
-from flax_layers.adapters import LowRank
+from flax_layers.adapters import LowRank, apply
 from flax_layers.attend import Implementation, attend
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.config_checks import check_implementation, check_positive_argument
@@ -46,9 +46,9 @@ class Attention(nnx.Module):
     score function.
 
     The three projections are one product and one kernel, `qkv.kernel` (D, (H + 2 Hkv) Dh), query heads first, then key
-    heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are one
-    product of three kernels, `query.kernel`, `key.kernel` and `value.kernel`, whose heads a mesh may shard: tensor
-    parallelism needs that. It costs a copy of the kernels with the norm's scale folded in.
+    heads, then value heads; `split_kernel` gives the separate ones of other checkpoints. With separate_qkv they are
+    three products, of `query.kernel`, `key.kernel` and `value.kernel`, whose heads a mesh may shard: tensor parallelism
+    needs that. Each reads x, and those of few heads gain less.
 
     Args:
       in_features: D.
@@ -213,15 +213,16 @@ class Attention(nnx.Module):
           TypeError: a mask that is not boolean, or a bias that is not floats.
         """
         angles = angles_of(self, x.shape, positions, cache, segment_ids, mask, bias)
-        y, longer = self._attended(*self._query_key_value(x, angles), mask, segment_ids, cache, bias)
+        q, k, v = self._query_key_value(x, angles)
+        y, longer = self._attended(q, k, v, mask, segment_ids, cache, bias)
         return y if cache is None else (y, longer)
 
     def _query_key_value(self, x: jax.Array, angles: Angles | None) -> list[jax.Array]:
         """q (..., T, H, Dh), k and v (..., T, Hkv, Dh), as attention reads them."""
         if self.separate_qkv:
-            q, k, v = self.query(x), self.key(x), self.value(x)
+            q, k, v = (apply(layer, x) for layer in (self.query, self.key, self.value))
         else:
-            q, k, v = jnp.split(self.qkv(x), self._ends, axis=-1)
+            q, k, v = jnp.split(apply(self.qkv, x), self._ends, axis=-1)
         q, k, v = self._in_heads(q, 0), self._in_heads(k, 1), self._in_heads(v, 2)
         if angles is not None:
             q, k = (rotary(y, *angles) for y in (q, k))
@@ -268,7 +269,7 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         y = constrain(y, *_QKV_AXES[0]).reshape(*y.shape[:-2], self.num_heads * self.head_dim)
-        return self.out(y), cache
+        return apply(self.out, y), cache
 
     def init_cache(self, batch_size: int, capacity: int, dtype: DTypeLike | None = None) -> KVCache:
         """An empty cache for `capacity` tokens a row, in the compute dtype (where there is none, the kernel's)."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from flax_layers.adapters import apply
 from flax_layers.attend import Implementation
 from flax_layers.attention import Attention
 from flax_layers.axis_metadata import name_parameters
@@ -113,6 +114,6 @@ class CrossAttention(Attention):
         for name, shape, field in (("x", x.shape, "in_features"), ("context", context.shape, "context_features")):
             if shape[-1] != (width := getattr(self, field)):
                 raise ValueError(f"{name} has shape {shape}; its last axis must be {field}={width}")
-        columns = self.query(x), self.key(context), self.value(context)
-        heads = [self._as_read(self._in_heads(y, i), i) for i, y in enumerate(columns)]
-        return self._attended(*heads, mask, None, bias=bias)[0]
+        columns = apply(self.query, x), apply(self.key, context), apply(self.value, context)
+        q, k, v = (self._as_read(self._in_heads(y, i), i) for i, y in enumerate(columns))
+        return self._attended(q, k, v, mask, None, bias=bias)[0]

@@ -199,10 +199,9 @@ def logits_of(head: Any, x: jax.Array, embedding: jax.Array | None, soft_cap: fl
     if adapted is None:
         plain: jax.Array = head(x, embedding=embedding)
         return plain if soft_cap is None else soft_capped(plain, soft_cap=soft_cap)
-    w, transposed, (base, lora) = adapted
-    dtype = lora.dtype or base.dtype
-    delta = product(product(x, lora.lora_a[...], dtype=dtype), lora.lora_b[...], dtype=dtype)
-    return _capped(add(product(x, w.T if transposed else w, dtype=base.dtype), delta), soft_cap)
+    w, transposed, low_rank = adapted
+    y = product(x, w.T if transposed else w, dtype=low_rank.dtype)
+    return _capped(add(y, low_rank.delta(x)), soft_cap)
 
 
 def loss_of(

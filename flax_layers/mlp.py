@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 import coda_jax as coda
 from coda_jax.extend import constrained, split_halves
 from flax_layers.activation import Activation, activation_of
+from flax_layers.adapters import apply
 from flax_layers.axis_metadata import name_parameters
 from flax_layers.fp8 import history_of
 from flax_layers.fused import fused
@@ -100,14 +101,14 @@ class GatedMLP(nnx.Module):
           ValueError: x of another width.
         """
         gate, up = self._gate_and_up(x)
-        return self.down(_stored(self.activation(_wide(gate)) * _wide(up), gate.dtype))
+        return apply(self.down, _stored(self.activation(_wide(gate)) * _wide(up), gate.dtype))
 
     def _gate_and_up(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.separate_gate_up:
-            gate, up = (constrain(layer(x), *_HIDDEN) for layer in (self.gate, self.up))
+            gate, up = (constrain(apply(layer, x), *_HIDDEN) for layer in (self.gate, self.up))
             return named(gate, _HIDDEN_NAME), named(up, _HIDDEN_NAME)
         if isinstance(self.gate_up, nnx.Module):
-            z = split_halves(self.gate_up(x))
+            z = split_halves(apply(self.gate_up, x))
         else:
             z = product(x, self.gate_up[...], dtype=self.dtype, fp8=self.fp8, history=self.gate_up_history)
         z = named(_with_sharded_halves(z), _HIDDEN_NAME)
@@ -166,8 +167,8 @@ class MLP(nnx.Module):
         Raises:
           ValueError: x of another width.
         """
-        z = named(constrain(self.up(x), *_HIDDEN), _HIDDEN_NAME)
-        return self.down(_stored(self.activation(_wide(z)), z.dtype))
+        z = named(constrain(apply(self.up, x), *_HIDDEN), _HIDDEN_NAME)
+        return apply(self.down, _stored(self.activation(_wide(z)), z.dtype))
 
 
 def _wide(z: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ heads of width Dh; bytes a token and layer where stream and compute dtype have 2
 |-----------------------------------|------------------------------------------------|--------------------|
 | decoder_layer_input               | the residual stream that enters, its row sums  | 2 D + 4            |
 | query_proj, key_proj, value_proj  | as attention reads them, rotated               | 2 (H + 2 Hkv) Dh   |
-| norm_projection                   | a Linear of a norm, outside of attention, MLP  | 2 N                |
 | context                           | what attention returns, its log-sum-exp        | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
 | expert_rows                       | rows of tokens, sorted by their k experts      | 2 k D              |
@@ -38,7 +37,7 @@ EXPERT_ROWS = "expert_rows"
 LAYER_INPUT, ATTENTION_OUTPUT, LAYER_OUTPUT = "decoder_layer_input", "out_proj", "mlpwo"
 CONTEXT = CONTEXT_NAME  # `coda.attention` gives it to its result and log-sum-exp
 QKV = ("query_proj", "key_proj", "value_proj")
-NAMES = frozenset({LAYER_INPUT, *QKV, "norm_projection", CONTEXT, ATTENTION_OUTPUT, EXPERT_ROWS, "mlpwi", LAYER_OUTPUT})
+NAMES = frozenset({LAYER_INPUT, *QKV, CONTEXT, ATTENTION_OUTPUT, EXPERT_ROWS, "mlpwi", LAYER_OUTPUT})
 # MaxText's names for arrays that are several here, or pieces of one.
 _ALSO = {"qkv_proj": QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
 

@@ -1,5 +1,7 @@
 """Modules put in the place of a layer's Linears, as adapters are: they are called, and differentiated."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,17 +98,45 @@ class Renamed(layers.Linear):
 
 
 def test_a_subclass_without_a_call_of_its_own_stays_in_the_chain():
+    """So does a module of one's own, which adds its products: XLA's passes are the same."""
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 
-    def products(model):
-        return coda.explain(lambda model, tokens: model(tokens), model, tokens, platform="cuda").products
+    def products_and_passes(model):
+        explained = coda.explain(lambda model, tokens: model(tokens), model, tokens, platform="cuda")
+        factors = collections.Counter()
+        for product, count in explained.products.items():
+            factors[product.a, product.b] += count
+        return factors, explained.totals.passes_bytes
 
     model = MODELS["llama"][0]()
-    before = products(model)
+    before, passes = products_and_passes(model)
     model.layers[1].mlp.down = Renamed(24, 16, rngs=nnx.Rngs(0))
-    assert products(model) == before
+    assert products_and_passes(model) == (before, passes)
     model.layers[1].mlp.down = Beside(model.layers[1].mlp.down, adapter_for(model.layers[1].mlp.down))
-    assert products(model) != before
+    after, beside = products_and_passes(model)
+    assert after - before == {("float32[16,24]", "float32[24,2]"): 1, ("float32[16,2]", "float32[2,16]"): 1}
+    assert beside == passes
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_an_adapter_without_a_dtype_computes_in_that_of_its_base(is_linear):
+    """Where flax would promote to the dtype of the adapter's parameters; one with a dtype keeps it."""
+    x = jax.random.normal(jax.random.key(0), (4, 16), jnp.bfloat16)
+
+    def factors(dtype):
+        mlp = layers.MLP(16, 24, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        if is_linear:
+            options = {"use_bias": False, "dtype": jnp.bfloat16, "lora_dtype": dtype}
+            mlp.up = nnx.LoRALinear(16, 24, lora_rank=2, rngs=nnx.Rngs(1), **options)
+        else:
+            mlp.up = nnx.LoRA(16, 2, 24, base_module=mlp.up, dtype=dtype, rngs=nnx.Rngs(1))
+        assert mlp(x).dtype == jnp.bfloat16
+        explained = coda.explain(lambda mlp, x: mlp(x), mlp, x, platform="cuda")
+        found = (explained.products | explained.other_products).items()
+        return sorted(product.b.partition("[")[0] for product, count in found for _ in range(count))
+
+    assert factors(None) == ["bfloat16"] * 4
+    assert factors(jnp.float32) == ["bfloat16"] * 2 + ["float32"] * 2
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_layers_one_by_one(order):
     """The passes between two blocks are told with their lines; a block of that order leaves less, and no advice."""
     apart, together = explained(OneByOne, order), explained(of_library, order)
     (advice,) = of_passes(apart)
-    assert "GatedMLP_0" in advice.about and "in one coda.block" in advice.change
+    assert "GatedMLP_0" in advice.about and "in one function under coda.fuse" in advice.change
     assert "flax_layers/norm.py:" in advice.why and "from test_explain_advice.py:" in advice.why
     assert (" in test_explain_advice.py:" in advice.why) == (order != "parallel")  # there it is the last line
     assert together.advice == () and together.totals.passes_bytes < 0.9 * apart.totals.passes_bytes

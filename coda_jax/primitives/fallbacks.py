@@ -1,4 +1,4 @@
-"""Messages that a function gives when it is lowered for a GPU, for instance why a layer is not one block.
+"""Messages that a function gives when it is lowered for a GPU, for instance why a map of a block is a pass of XLA's.
 
 A note is an identity on an array, so that it travels with the program: through jit, grad, vmap and remat, to
 `coda.explain` and to the lowering, which warns at the user's line, once for a line and a reason; on other platforms it
@@ -26,7 +26,7 @@ from coda_jax.epilogue.call_site import CallSite, call_site
 
 
 class FallbackWarning(UserWarning):
-    """On a GPU a product takes its XLA form, or a layer is not one block; the message names the rule and the value."""
+    """On a GPU a product takes its XLA form, or a map of a block a pass; the message names the rule and the value."""
 
 
 class FallbackError(NotImplementedError):

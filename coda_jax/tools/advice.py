@@ -1,4 +1,4 @@
-"""Advice to a user on products in XLA's form, layers that are not one block, and products too small to gain."""
+"""Advice to a user on products in XLA's form, passes between products, and products too small to gain."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 
 _JOIN_PRODUCTS = ", or join those that read the same array: coda.gemm(x, (w1, w2), ...)"
 _JOIN_LAYERS = (
-    "Call both sides in one coda.block, as flax_layers.TransformerBlock and PostNormBlock, NormBeforeSumBlock, "
-    "SandwichNormBlock and ParallelBlock do: epilogues make what needs one tile and sums over its rows, and the plan "
-    "says why another stays a pass"
+    "Call both sides in one function under coda.fuse, as the blocks and models of flax_layers do, or in one "
+    "coda.block: epilogues make what needs one tile and sums over its rows, and the plan says why another stays a pass"
 )
 _WRITE_PRODUCTS = (
-    "Write these lines as a coda.block, or each product as a coda.gemm with what follows it as its epilogue=; "
-    "flax_layers has blocks of the usual orders"
+    "Put these lines in a function under coda.fuse, or write each product as a coda.gemm with what follows it as its "
+    "epilogue="
 )
 _KEEP_NORM = (
     "An RMSNorm that products alone read is applied behind them, without a pass; a LayerNorm takes one, for its mean "

@@ -102,13 +102,13 @@ class Explanation:
       products: how often each is executed in one call. The body of a scan counts for each step, that of a while loop
         once, as do all branches of a cond.
       others: how many products are not coda_jax's: `attention_products`, and all of `other_products`.
-      notes: notes of operators and layers, such as why a layer is not one block, and how often each occurs.
+      notes: notes of blocks and operators, such as why a map is a pass of XLA's, and how often each occurs.
       device: the kind of device of the times; None on another platform.
       passes: XLA's passes between products, by the function's jaxpr; see `coda_jax.tools.passes`.
       attention: calls of `jax.nn.dot_product_attention`, each counted as one kernel.
       kept: the arrays kept for the backward pass, with their counts.
       advice: changes that a user could make.
-      blocks: the plans of `coda.block`s in words: which map is computed in which epilogue, and why others are not; and
+      blocks: the plans of blocks and of functions under `coda.fuse` in words: which map is computed in which epilogue, and why others are not; and
         how often each runs.
       num_devices: the number of devices that the program runs on. For several, passes and kept arrays are unsharded
         ones, of all devices together, except inside a shard_map.

@@ -1,4 +1,4 @@
-"""XLA's passes in the forward pass that epilogues of one `coda.block` would fuse, and LayerNorms in blocks."""
+"""XLA's passes in the forward pass that epilogues of one fused function would make, and LayerNorms in blocks."""
 
 from __future__ import annotations
 
