@@ -139,6 +139,12 @@ def test_collectives_of_a_layer(plan):
     assert found == PLANS[plan][2]
 
 
+def test_weights_in_16_bits_are_gathered_once():
+    """What a device gathers for a layer's forward products its backward products read too, and for the loss's."""
+    found = matrices(planned("llama", "fsdp and tensor", 1, dtype=jnp.bfloat16)[0])
+    assert found["all-gather"] == PLANS["fsdp and tensor"][2]["all-gather"] + 1
+
+
 @pytest.mark.slow
 def test_without_rules_xla_is_misled(capfd):
     """XLA is misled by the same parameters without constraints on activations, which is what the rules are for."""

@@ -4,7 +4,7 @@
 
 A weight stays a leaf of the graph, and its gradient is constrained as JAX transposes constraints. Within the graph the
 constraint would be a call, from which products read a matrix: devices would gather a weight (D, 2, F) whose F a mesh
-shards.
+shards. Where a mesh axis that shards rows shards a weight too, as FSDP's does, devices gather it for its products.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import Rows
-from coda_jax.graph.constraint import constraint_of
+from coda_jax.graph.constraint import CONSTRAINTS, constraint_of
 from coda_jax.jaxprs.def_use import DefUse
 
 
@@ -43,6 +43,17 @@ def constrained_arguments(arrays: Sequence[Any], constraints: Sequence[tuple[int
     for number, equation in constraints:
         given[number] = constraint_of(equation)(given[number])
     return given
+
+
+def gathered_arguments(jaxpr: core.Jaxpr, constraints: Sequence[tuple[int, Equation]]) -> frozenset[int]:
+    """The numbers of the constrained arguments that are sharded by a mesh axis by which the jaxpr shards rows."""
+    if not constraints:
+        return frozenset()
+    rows, row_axes = Rows(DefUse(jaxpr)), set[str]()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in CONSTRAINTS:
+            row_axes |= constraint_of(equation).mesh_axes(rows.of(equation.outvars[0]))
+    return frozenset(number for number, e in constraints if row_axes & constraint_of(e).mesh_axes())
 
 
 def _of_arguments(jaxpr: core.Jaxpr) -> list[tuple[int, Equation]]:

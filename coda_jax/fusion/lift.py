@@ -75,6 +75,8 @@ class Lift:
       defers: whether norms are deferred through products; None: each where that saves bytes.
       remats: the policies of the checkpoints that hold it, the innermost first.
       fixed: which arguments have no derivative; default none.
+      gathered: the numbers of arguments that devices gather, as FSDP's weights. What products read of them is kept
+        for the backward pass, so that it is gathered once; not in loops and checkpoints, which keep it as it is.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Lift:
         defers: bool | None,
         remats: Sequence[Remat] = (),
         fixed: Sequence[bool] = (),
+        gathered: frozenset[int] = frozenset(),
     ):
         self.jaxpr, self.nested, self.is_exact, self._bodies = jaxpr, nested, is_exact, bodies
         self._kept = {remat: remat.kept(jaxpr) for remat in remats}  # the variables that policies keep
@@ -105,6 +108,8 @@ class Lift:
         self.products: dict[int, Product] = {}
         self.arguments = {x: i for i, x in enumerate(jaxpr.invars)}
         self._fixed = set(itertools.compress(jaxpr.invars, fixed))
+        self._gathered = {jaxpr.invars[i] for i in gathered}
+        self._kept_weights: dict[Value, Value] = {}
         types: list[Any] = [x.aval for x in jaxpr.invars]
         self._axes = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
         self._deferred: dict[Any, Deferred | None] = {}
@@ -290,6 +295,8 @@ class Lift:
             a = self._viewed(dot.a, dot.matrix_a)
         else:
             a, b = self._computed(norm.base), self._scaled(norm, b, transpose_b=dot.transpose_b)
+        if self.units.uncast(dot.b) in self._gathered:
+            b = self._kept_weight(b)
         rounding = self._rounding(self.jaxpr.eqns[unit.number], dot)
         value: Value
         if rounding is None:
@@ -427,6 +434,15 @@ class Lift:
                 self._scaled_weights[key] = self._shared("scaled", jnp.multiply, scale, w, derived="scale")
             w = self._scaled_weights[key]
         return w
+
+    def _kept_weight(self, b: Value) -> Value:
+        """A second factor that is kept for the backward pass, in the dtype of factors."""
+        if isinstance(b, nodes.Map) and not b.is_weight:
+            b.is_factor = True
+            return b
+        if b not in self._kept_weights:
+            self._kept_weights[b] = nodes.kept_weight(b)
+        return self._kept_weights[b]
 
     def _row_factor(self, norm: Deferred) -> Value:
         """The product of the rows' factors, (M, 1)."""
@@ -720,17 +736,28 @@ def lifted(
     remats: Sequence[Remat] = (),
     is_step: bool = False,
     fixed: Sequence[bool] = (),
+    gathered: frozenset[int] = frozenset(),
 ) -> Lifted:
     """The graph of a straight jaxpr.
 
     Args:
       closed: its constants are no arguments of the graph's: there must be none.
       name: of the function.
-      nested, bodies, is_exact, defers, remats, fixed: as in `Lift`.
+      nested, bodies, is_exact, defers, remats, fixed, gathered: as in `Lift`.
       implementation: as in `gemm`.
       is_step: as in `Graph`.
     """
-    lift = Lift(closed.jaxpr, nested, bodies, is_exact=is_exact, defers=defers, remats=remats, fixed=fixed)
+    keeps_gathered = not (is_exact or is_step or remats)
+    lift = Lift(
+        closed.jaxpr,
+        nested,
+        bodies,
+        is_exact=is_exact,
+        defers=defers,
+        remats=remats,
+        fixed=fixed,
+        gathered=gathered if keeps_gathered else frozenset(),
+    )
     outputs = lift.run()
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]
     leaves = list(lift.leaves.values())

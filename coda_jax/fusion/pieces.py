@@ -21,7 +21,11 @@ from coda_jax.fusion.attention.masks_inside import may_hold_attention, with_mask
 from coda_jax.fusion.attention.rule import Attentions, with_attention
 from coda_jax.fusion.borders import borders_cost_nothing, read_otherwise
 from coda_jax.fusion.centred import with_centred_sums
-from coda_jax.fusion.constraints_in_front import constrained_arguments, with_constraints_in_front
+from coda_jax.fusion.constraints_in_front import (
+    constrained_arguments,
+    gathered_arguments,
+    with_constraints_in_front,
+)
 from coda_jax.fusion.dots import Dot, Equation, convolution_flops, dot_of, is_derivative, products_in
 from coda_jax.fusion.flat_columns import with_flat_columns
 from coda_jax.fusion.kept_bytes import has_tangent, kept_by_graph, kept_by_jax, surely_kept_by_jax
@@ -102,12 +106,14 @@ class _Place:
         function of a custom_vjp, and what it holds: nobody differentiates it; "outer" for no body.
       weights: which arguments are weights, or views of these.
       fixed: which arguments have no derivative.
+      gathered: the numbers of those that devices gather, as FSDP's weights.
     """
 
     remats: Sequence[Remat]
     kind: str
     weights: Sequence[bool]
     fixed: Sequence[bool]
+    gathered: frozenset[int] = frozenset()
 
     def behind(self, count: int) -> _Place:
         """The same of a function with so many constants in front of its arguments."""
@@ -317,6 +323,7 @@ class Pieces:
             flat, arrays = without_constants(flat), [*consts, *arrays]
         place = place.behind(len(consts))
         flat, constraints = with_constraints_in_front(flat)
+        place = dataclasses.replace(place, gathered=gathered_arguments(flat.jaxpr, constraints))
         if calls_cost_nothing and not self._calls_cost_nothing(flat, place):
             return None
         before = len(self.made)
@@ -419,6 +426,7 @@ class Pieces:
                 remats=remats,
                 is_step=kind == "step",
                 fixed=place.fixed,
+                gathered=place.gathered,
             )
             if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in reachable(found.graph.outputs)):
                 reason = "complex numbers pass between its products"

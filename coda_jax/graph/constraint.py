@@ -84,6 +84,14 @@ class Constraint:
             return None
         return self.of_axes([i for i in range(rank) if i != axis])
 
+    def mesh_axes(self, count: int | None = None) -> set[str]:
+        """The mesh axes that shard the array's axes, or the first of them; none where the sharding has no spec."""
+        sharding = self._sharding
+        if not isinstance(sharding, NamedSharding):
+            return set()
+        entries = _entries(sharding, len(self.shape or ()))[:count]
+        return {axis for entry in entries if entry is not jax.P.UNCONSTRAINED for axis in entry}
+
     def _of(self, spec: jax.P) -> Constraint:
         """The same that asks for this spec, of all arrays that begin with its axes."""
         params = {**self.params, _key(self.primitive): NamedSharding(self._sharding.mesh, spec)}
