@@ -23,7 +23,7 @@ from coda_jax.fusion.dots import PRODUCTS, Dot, Equation, products_in
 from coda_jax.fusion.merged import Merged
 from coda_jax.fusion.nested import Nested
 from coda_jax.fusion.remat import ARGUMENT, KeptName, Remat, is_cheap
-from coda_jax.fusion.rows import MARKS
+from coda_jax.fusion.rows import MARKS, SHAPES
 from coda_jax.fusion.straight import CHECKPOINTS
 from coda_jax.fusion.sums_of_products import products_of_sums, without_terms
 from coda_jax.fusion.units import CASTS, Unit, Units
@@ -155,6 +155,7 @@ class Lift:
         A constrained array that no value is, as it is inside of an epilogue, passes its constraint on to the product
         that it is made of, and to the arrays of its shape that are made of it, where these have none.
         """
+        made = {self.rows.results[i]: product for i, product in self.products.items()}
         each = enumerate(self.jaxpr.eqns)
         marks = [e for i, e in each if self.units.kinds[i] == "map" and e.primitive.name in MARKS]
         for equation in marks:
@@ -170,9 +171,22 @@ class Lift:
         for equation in (e for e in marks if e.primitive.name in CONSTRAINTS):
             (x,) = equation.outvars
             if x not in self.values:
-                sources = (self.values.get(self.units.uncast(y)) for y in self.units.inlined(x)[1])
-                for value in (*(y for y in sources if isinstance(y, Product)), *self._made_of[x]):
+                sources = (made.get(self.units.uncast(y)) for y in self.units.inlined(x)[1])
+                for value in (*(y for y in sources if y is not None), *self._made_of[x]):
                     self._constrain(value, equation)
+        for i, equation in enumerate(self.jaxpr.eqns):  # in a call, as attention's, on what it reads
+            if self.units.kinds[i] == "call" and equation.primitive.name == "sharding_constraint":
+                x = self._read_by_call(equation.invars[0])
+                sources = (made.get(self.units.uncast(y)) for y in self.units.inlined(x)[1])
+                for value in (self.values.get(x), *sources):
+                    if value is not None:
+                        self._constrain(value, equation)
+
+    def _read_by_call(self, x: Any) -> Any:
+        """The variable that a call reads of which it makes this one, in another shape at most."""
+        while (maker := self.units.maker(x, "call")) is not None and maker.primitive.name in SHAPES:
+            x = maker.invars[0]
+        return self.units.uncast(x)
 
     def _constrain(self, value: Value, equation: Equation) -> None:
         """Gives a value an equation's constraint, if it has its elements, and no constraint of its own."""
