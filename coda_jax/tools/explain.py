@@ -108,8 +108,8 @@ class Explanation:
       attention: calls of `jax.nn.dot_product_attention`, each counted as one kernel.
       kept: the arrays kept for the backward pass, with their counts.
       advice: changes that a user could make.
-      blocks: the plans of blocks and of functions under `coda.fuse` in words: which map is computed in which epilogue, and why others are not; and
-        how often each runs.
+      blocks: the plans of blocks and fused functions in words: which map is computed in which epilogue, and why others
+        are not; and how often each runs.
       num_devices: the number of devices that the program runs on. For several, passes and kept arrays are unsharded
         ones, of all devices together, except inside a shard_map.
       other_products: products that are neither coda_jax's nor attention's, and how often each is executed, such as
