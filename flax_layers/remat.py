@@ -6,13 +6,13 @@ heads of width Dh; bytes a token and layer where stream and compute dtype have 2
 
 | name                              | array                                          | bytes              |
 |-----------------------------------|------------------------------------------------|--------------------|
-| decoder_layer_input               | the residual stream that enters, its row sums  | 2 D + 4            |
+| decoder_layer_input               | the residual stream that enters                | 2 D                |
 | query_proj, key_proj, value_proj  | as attention reads them, rotated               | 2 (H + 2 Hkv) Dh   |
 | context                           | what attention returns, its log-sum-exp        | 2 H Dh + 4 H       |
 | out_proj                          | the residual stream after attention, row sums  | 2 D + 4            |
 | expert_rows                       | rows of tokens, sorted by their k experts      | 2 k D              |
 | mlpwi                             | gate and up before the activation (k experts)  | 4 F (4 k F)        |
-| mlpwo                             | the residual stream that leaves, its row sums  | 2 D + 4, next's    |
+| mlpwo                             | the residual stream that leaves                | 2 D, next's        |
 
 decoder_layer_input is kept by every policy, as the argument of what is checkpointed. So is what a router chose: each
 token's k experts and the order of rows by expert, 12 k bytes. If they were recomputed, scores that differ in the last
@@ -42,11 +42,11 @@ NAMES = frozenset({LAYER_INPUT, *QKV, CONTEXT, ATTENTION_OUTPUT, EXPERT_ROWS, "m
 _ALSO = {"qkv_proj": QKV, "attention_out": (CONTEXT,), "mlpwi_0": ("mlpwi",), "mlpwi_1": ("mlpwi",)}
 
 POLICIES: dict[str, tuple[str, ...]] = {
-    # Keeps 2 D + 4; runs the forward pass again but for the last product: 3 products and attention.
+    # Keeps 2 D; runs the forward pass again but for the last product: 3 products and attention.
     "full": (),
-    # Keeps 2 D + 2 (H + 2 Hkv) Dh + 4; runs attention and 2 products again.
+    # Keeps 2 D + 2 (H + 2 Hkv) Dh; runs attention and 2 products again.
     "save_qkv": QKV,
-    # Keeps 4 D + 2 (2 H + 2 Hkv) Dh + 4 H + 8; runs one product again, the one that makes gate and up, which is most
+    # Keeps 4 D + 2 (2 H + 2 Hkv) Dh + 4 H + 4; runs one product again, the one that makes gate and up, which is most
     # of what a layer keeps without a policy.
     "save_attention": (*QKV, CONTEXT, ATTENTION_OUTPUT),
 }
