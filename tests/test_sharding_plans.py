@@ -140,7 +140,7 @@ def test_collectives_of_a_layer(plan):
 
 
 def test_weights_in_16_bits_are_gathered_once():
-    """What a device gathers for a layer's forward products its backward products read too, and for the loss's."""
+    """The forward and backward products of a layer read the same gathered weights, one for each of them."""
     found = matrices(planned("llama", "fsdp and tensor", 1, dtype=jnp.bfloat16)[0])
     assert found["all-gather"] == PLANS["fsdp and tensor"][2]["all-gather"] + 1
 

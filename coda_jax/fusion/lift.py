@@ -155,7 +155,6 @@ class Lift:
         A constrained array that no value is, as it is inside of an epilogue, passes its constraint on to the product
         that it is made of, and to the arrays of its shape that are made of it, where these have none.
         """
-        made = {self.rows.results[i]: product for i, product in self.products.items()}
         each = enumerate(self.jaxpr.eqns)
         marks = [e for i, e in each if self.units.kinds[i] == "map" and e.primitive.name in MARKS]
         for equation in marks:
@@ -171,16 +170,23 @@ class Lift:
         for equation in (e for e in marks if e.primitive.name in CONSTRAINTS):
             (x,) = equation.outvars
             if x not in self.values:
-                sources = (made.get(self.units.uncast(y)) for y in self.units.inlined(x)[1])
-                for value in (*(y for y in sources if y is not None), *self._made_of[x]):
+                for value in (*self._products_in(x), *self._made_of[x]):
                     self._constrain(value, equation)
-        for i, equation in enumerate(self.jaxpr.eqns):  # in a call, as attention's, on what it reads
+        self._mark_for_calls()
+
+    def _mark_for_calls(self) -> None:
+        """Gives constraints in calls, as of attention's arguments, to what the calls read."""
+        for i, equation in enumerate(self.jaxpr.eqns):
             if self.units.kinds[i] == "call" and equation.primitive.name == "sharding_constraint":
                 x = self._read_by_call(equation.invars[0])
-                sources = (made.get(self.units.uncast(y)) for y in self.units.inlined(x)[1])
-                for value in (self.values.get(x), *sources):
-                    if value is not None:
-                        self._constrain(value, equation)
+                for value in (*([self.values[x]] if x in self.values else []), *self._products_in(x)):
+                    self._constrain(value, equation)
+
+    def _products_in(self, x: Any) -> list[Product]:
+        """The products that a map reads whose result is this variable."""
+        made = {self.rows.results[i]: product for i, product in self.products.items()}
+        sources = map(self.units.uncast, self.units.inlined(x)[1])
+        return [made[y] for y in sources if not isinstance(y, core.Literal) and y in made]
 
     def _read_by_call(self, x: Any) -> Any:
         """The variable that a call reads of which it makes this one, in another shape at most."""
