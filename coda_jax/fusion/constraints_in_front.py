@@ -16,7 +16,7 @@ from jax.extend import core
 
 from coda_jax.fusion.dots import Equation
 from coda_jax.fusion.rows import Rows
-from coda_jax.graph.constraint import CONSTRAINTS, constraint_of
+from coda_jax.graph.constraint import constraint_of
 from coda_jax.jaxprs.def_use import DefUse
 
 
@@ -49,10 +49,7 @@ def gathered_arguments(jaxpr: core.Jaxpr, constraints: Sequence[tuple[int, Equat
     """The numbers of the constrained arguments that are sharded by a mesh axis by which the jaxpr shards rows."""
     if not constraints:
         return frozenset()
-    rows, row_axes = Rows(DefUse(jaxpr)), set[str]()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in CONSTRAINTS:
-            row_axes |= constraint_of(equation).mesh_axes(rows.of(equation.outvars[0]))
+    row_axes = Rows(DefUse(jaxpr)).mesh_axes()
     return frozenset(number for number, e in constraints if row_axes & constraint_of(e).mesh_axes())
 
 

@@ -31,7 +31,7 @@ from coda_jax.fusion.words import words_of_call, words_of_map
 from coda_jax.graph import rounded
 from coda_jax.graph import values as nodes
 from coda_jax.graph.calls import Call, data_of, is_key, key_impl_of
-from coda_jax.graph.constraint import CONSTRAINTS, constraint_of
+from coda_jax.graph.constraint import CONSTRAINTS, Constraint, constraint_of
 from coda_jax.graph.function import Graph
 from coda_jax.graph.kept import Answers
 from coda_jax.graph.norm import scaled_backward
@@ -75,8 +75,9 @@ class Lift:
       defers: whether norms are deferred through products; None: each where that saves bytes.
       remats: the policies of the checkpoints that hold it, the innermost first.
       fixed: which arguments have no derivative; default none.
-      gathered: the numbers of arguments that devices gather, as FSDP's weights. What products read of them is kept
-        for the backward pass, so that it is gathered once; not in loops and checkpoints, which keep it as it is.
+      gathered: the numbers of arguments that devices gather, as FSDP's weights; None where what devices gather is not
+        kept for the backward pass. Else what products read of these arguments is, so that it is gathered once, and so
+        are normed rows that sequence parallelism shards.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Lift:
         defers: bool | None,
         remats: Sequence[Remat] = (),
         fixed: Sequence[bool] = (),
-        gathered: frozenset[int] = frozenset(),
+        gathered: frozenset[int] | None = None,
     ):
         self.jaxpr, self.nested, self.is_exact, self._bodies = jaxpr, nested, is_exact, bodies
         self._kept = {remat: remat.kept(jaxpr) for remat in remats}  # the variables that policies keep
@@ -108,7 +109,8 @@ class Lift:
         self.products: dict[int, Product] = {}
         self.arguments = {x: i for i, x in enumerate(jaxpr.invars)}
         self._fixed = set(itertools.compress(jaxpr.invars, fixed))
-        self._gathered = {jaxpr.invars[i] for i in gathered}
+        self._gathered = {jaxpr.invars[i] for i in gathered or ()}
+        self._keeps_gathered = gathered is not None
         self._kept_weights: dict[Value, Value] = {}
         types: list[Any] = [x.aval for x in jaxpr.invars]
         self._axes = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
@@ -132,6 +134,8 @@ class Lift:
         self._recover_products()
         outputs = [self.value(x) for x in self.jaxpr.outvars]
         self._mark()
+        if self._keeps_gathered:
+            self._keep_gathered_rows()
         return outputs
 
     def _recover_products(self) -> None:
@@ -187,6 +191,18 @@ class Lift:
         made = {self.rows.results[i]: product for i, product in self.products.items()}
         sources = map(self.units.uncast, self.units.inlined(x)[1])
         return [made[y] for y in sources if not isinstance(y, core.Literal) and y in made]
+
+    def _keep_gathered_rows(self) -> None:
+        """Keeps maps whose rows devices gather for a product: its columns are sharded by a mesh axis of the rows.
+
+        Else the backward pass would make them again, and gather them again for the weight's gradient.
+        """
+        row_axes = self.rows.mesh_axes()
+        for i, product in self.products.items() if row_axes else ():
+            a, spec, count = product.a, product.spec, self.rows.of(self.rows.results[i])
+            is_stored = self.rows.dots[i].a.aval.dtype == self.dtype
+            if isinstance(a, nodes.Map) and isinstance(spec, Constraint) and product.scales is None and is_stored:
+                a.is_factor |= bool(row_axes & (spec.mesh_axes() - spec.mesh_axes(count)))
 
     def _read_by_call(self, x: Any) -> Any:
         """The variable that a call reads of which it makes this one, in another shape at most."""
@@ -763,7 +779,8 @@ def lifted(
     Args:
       closed: its constants are no arguments of the graph's: there must be none.
       name: of the function.
-      nested, bodies, is_exact, defers, remats, fixed, gathered: as in `Lift`.
+      nested, bodies, is_exact, defers, remats, fixed, gathered: as in `Lift`. Loops and checkpoints keep what is
+        gathered as it is.
       implementation: as in `gemm`.
       is_step: as in `Graph`.
     """
@@ -776,7 +793,7 @@ def lifted(
         defers=defers,
         remats=remats,
         fixed=fixed,
-        gathered=gathered if keeps_gathered else frozenset(),
+        gathered=gathered if keeps_gathered else None,
     )
     outputs = lift.run()
     dtypes = [np.dtype("uint32") if is_key(x) else x.dtype for x in closed.out_avals]

@@ -17,7 +17,7 @@ from jax.extend import core
 from coda_jax.fusion.custom import Rule, has_elementwise_derivative, may_be_opened, opened_rule
 from coda_jax.fusion.dots import Dot, Equation, begins, dot_of, products_in, swaps_factors
 from coda_jax.fusion.picks import is_along_last
-from coda_jax.graph.constraint import CONSTRAINTS, is_constraint
+from coda_jax.graph.constraint import CONSTRAINTS, constraint_of, is_constraint
 from coda_jax.graph.on_mesh import ELEMENTWISE, PVARY
 from coda_jax.graph.row_axes import KEEPS_ROWS, VIEWS, RowAxes, with_rows
 from coda_jax.graph.values import is_seen
@@ -69,7 +69,7 @@ class Rows:
     """
 
     def __init__(self, def_use: DefUse, given: Mapping[Any, int] | None = None):
-        equations = def_use.equations
+        equations = self._equations = def_use.equations
         self.counts: dict[Any, int] = dict(given or {})
         self._alone = _ALONE if given is None else _ALONE | {"gather"}  # of no graph
         self.rules: dict[int, RowRule | None] = {}
@@ -99,6 +99,11 @@ class Rows:
                 rows = tuple(dot.a.aval.shape[: dot.rows_a])
                 flops[rows] = flops.get(rows, 0) + dot.flops
         return max(flops, key=lambda rows: flops[rows], default=())
+
+    def mesh_axes(self) -> set[str]:
+        """The mesh axes by which constraints shard rows."""
+        constraints = (e for e in self._equations if e.primitive.name in CONSTRAINTS)
+        return set[str]().union(*(constraint_of(e).mesh_axes(self.of(e.outvars[0])) for e in constraints))
 
     def _follow_product(self, dot: Dot, result: Any) -> None:
         self.counts.setdefault(dot.a, dot.rows_a)

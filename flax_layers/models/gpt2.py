@@ -175,7 +175,7 @@ class GPT2(LanguageModel):
         if positions is None:
             positions = jnp.arange(tokens.shape[-1])
         x = run_layers(self.layers, self._embedded(tokens, positions), mask=mask, segment_ids=segment_ids)
-        return self.norm(constrain(x, *STREAM, beside=("vocab",)))
+        return constrain(self.norm(x), *STREAM, beside=("vocab",))
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Tokens and positions; the positions' columns are gathered over explicit mesh axes that shard the tokens."""

@@ -276,7 +276,7 @@ class Llama(LanguageModel):
             **options,
         )
         stream, counted = left if statistics else (left, None)
-        return self._projected(constrain(stream, *STREAM, beside=("vocab",))), counted
+        return constrain(self._projected(stream), *STREAM, beside=("vocab",)), counted
 
     @under_rules
     def decode(self, tokens: jax.Array, cache: Any, *, lengths: jax.Array | None = None) -> tuple[jax.Array, Any]:
