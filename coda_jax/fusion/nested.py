@@ -92,7 +92,7 @@ class Nested:
         if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
             return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation, flags)})
         if run is None or not has_bodies:
-            return _as_it_is(equation, inputs)
+            return bind(equation.primitive, inputs, equation.params)
         if is_call(equation):
             each = zip(equation.invars, as_arrays(equation, inputs), strict=True)
             given = (lax.stop_gradient(x) if among(v, self._fixed) else x for v, x in each)
@@ -152,7 +152,7 @@ class Nested:
             weights = list(flags) if is_alike else [False] * len(closed.in_avals)
             remats = self._around if remat is None else [remat, *self._around]
             fused = self._fused_in.get(of, self._fused)
-            function = functools.partial(fused(closed, name, remats, weights), *closed.consts)
+            function: Function = functools.partial(fused(closed, name, remats, weights), *closed.consts)
             if checkpoint is not None:
                 policy, prevent_cse = checkpoint
                 function = jax.checkpoint(_listed(function), policy=policy, prevent_cse=prevent_cse)
@@ -314,15 +314,6 @@ def _by_its_rule(fused: Callable[..., Function], equation: Equation, inputs: Seq
     function.defvjp(forward, backward)
     results: Sequence[Any] = function(*inputs)
     return results
-
-
-def _as_it_is(equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation without products; a shard_map is compiled, for others refuse custom_vjp's zeros."""
-
-    def bound(inputs: Sequence[Any]) -> list[Any]:
-        return list(bind(equation.primitive, inputs, equation.params))
-
-    return jax.jit(bound)(inputs) if equation.primitive.name == "shard_map" else bound(inputs)
 
 
 def shard_mapped(fused: Callable[..., Function], equation: Equation, inputs: Sequence[Any]) -> Sequence[Any]:

@@ -130,10 +130,6 @@ class Graph:
         factors = {b for x in reachable(self.outputs) if isinstance(x, Product) for _, b in x.pairs}
         return frozenset(x for x in factors if isinstance(x, Leaf) and x.dtype != self.dtype)
 
-    def __post_init__(self) -> None:
-        for value in reachable(self.outputs):
-            has_rows(value)  # is asked of a value's inputs before it, so that no question goes deep
-
     @functools.cached_property
     def _derivatives(self) -> dict[frozenset[Leaf], Derivative]:
         return {}

@@ -124,4 +124,5 @@ def _are_alike(a: Any, b: Any) -> Any:
 
 
 def _eps(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).eps)
+    """The distance of 1 from the next larger number; 0 for numbers that are not rounded."""
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0

@@ -53,7 +53,7 @@ def _forward_values_read(outputs: Sequence[Value], cotangents: Sequence[Value]) 
     while open_:
         value = open_.pop()
         is_copy = isinstance(value, Transposed) and value.inputs[0] in forward  # made together with it
-        is_amax = any(x in forward and x.amax is value for x in value.inputs)
+        is_amax = isinstance(value, Map) and any(x in forward and x.amax is value for x in value.inputs)
         is_beside = isinstance(value, Map) and value.origin in origins  # another result of a function
         is_result = isinstance(value, Result) and value.call in calls
         if value in forward or is_copy or is_amax or is_beside or is_result:

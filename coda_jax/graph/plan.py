@@ -117,11 +117,12 @@ class Plan:
         self.epilogues: dict[int, Callable[..., Any]] = {}
         self.traces: dict[Hashable, dict[Any, Any]] = {}
         self.place: dict[Value, Place] = {}
+        self._last: dict[Value | Call, Place] = {}  # of the inputs of values, and of calls
         for value in order:
-            has_halves(value)
-            has_rows(value)  # inputs have been asked before, so that no recursion is deep
             self.place[value] = self._place_of(value)
         self._in_memory: dict[Value, None] = {}
+        # Values that passes read, and those whose inputs they read, where all that is behind them has been asked for.
+        self._asked: set[Value | Call] = set()
         factors = [x for product in products for x in product.inputs]
         for value in (*factors, *wanted):
             self._ask(value)
@@ -133,7 +134,7 @@ class Plan:
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
         self.beside = self._beside_attention()
         read = [x for step in range(len(products)) for x in self.operands(step)]
-        read += _leaves([x for one in self.by_xla for x in one.inputs], self._pass_inputs)
+        read += _leaves(_inputs_of(self.by_xla), self._pass_inputs)
         self.read_by_passes = self._read_by_passes()
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
@@ -152,7 +153,10 @@ class Plan:
     def _place_of(self, value: Value) -> Place:
         if value in self.given or isinstance(value, Leaf):
             return Place(-1, True)
-        last = max((self.place[x] for x in value.inputs), default=Place(-1, True))
+        one = _with_same_inputs(value)
+        if one not in self._last:
+            self._last[one] = max((self.place[x] for x in value.inputs), default=Place(-1, True))
+        last = self._last[one]
         if isinstance(value, Product):
             step = self._number[value]
             assert last < Place(step, False), "a product before what it reads"
@@ -230,14 +234,24 @@ class Plan:
             for x in self._read([value], self._epilogue[value]):
                 for of in x.inputs if self.is_by_group(x) else [x]:
                     self._ask(of)
-        else:
+            return
+        one = _with_same_inputs(value)
+        if one not in self._asked:
             for x in value.inputs:
                 self._ask_for_pass(x)
+            self._asked.add(one)
 
     def _ask_for_pass(self, value: Value) -> None:
-        """Notes that a pass of XLA's reads the value."""
-        for x in _leaves([value], self._pass_inputs):
+        """Notes that a pass of XLA's reads the value; what has been asked for is not walked again."""
+        walked: list[Value] = []
+
+        def inputs_of(x: Value) -> Sequence[Value] | None:
+            walked.append(x)
+            return () if x in self._asked else self._pass_inputs(x)
+
+        for x in _leaves([value], inputs_of):
             self._ask(x)
+        self._asked.update(walked)
 
     def _pass_inputs(self, value: Value) -> Sequence[Value] | None:
         """The inputs from which a pass computes this value itself; None for a value that it reads from memory."""
@@ -275,7 +289,7 @@ class Plan:
     def _unread(self, read: Sequence[Value]) -> frozenset[Result]:
         """The results of attention that neither are among these values nor are read but by what is made beside them."""
         made = {x for values in self.beside.values() for x in values}
-        inputs = [x for one in self.by_xla if one not in made for x in one.inputs]
+        inputs = _inputs_of(one for one in self.by_xla if one not in made)
         others = {*read, *_leaves(inputs, self._pass_inputs)}
         others |= {x for step in range(len(self.steps)) for x in self.operands(step)}
         return frozenset(y for y in self.beside if y not in others)
@@ -431,10 +445,24 @@ def _in_late_order(order: Sequence[Value], given: Collection[Value]) -> list[Val
     """
     last = {value.like: i for i, value in enumerate(order) if isinstance(value, Product) and value.like is not None}
     places: dict[Value, float] = {}
+    of_inputs: dict[Value | Call, float] = {}
     for i, value in enumerate(order):
         behind = [last[x] + 0.5 for x in _made_again(value, given) if x in last]
-        places[value] = max([i, *behind, *(places[x] for x in value.inputs if x in places)])
+        one = _with_same_inputs(value)
+        if one not in of_inputs:
+            of_inputs[one] = max((places[x] for x in value.inputs if x in places), default=-1.0)
+        places[value] = max([i, *behind, of_inputs[one]])
     return sorted(order, key=places.__getitem__)
+
+
+def _inputs_of(values: Iterable[Value]) -> list[Value]:
+    """The inputs of values, those of a call once."""
+    return [x for one in dict.fromkeys(map(_with_same_inputs, values)) for x in one.inputs]
+
+
+def _with_same_inputs(value: Value) -> Value | Call:
+    """The call of a result, all of whose results have its inputs; another value itself."""
+    return value.call if isinstance(value, Result) else value
 
 
 def _made_again(value: Value, given: Collection[Value]) -> list[Value]:
@@ -486,13 +514,19 @@ def are_in_tiles(columns: int) -> bool:
 
 
 def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
-    """f, called once for each value."""
+    """f, called once for each value, and for what it is made of before it, so that no question goes deep."""
     answers: weakref.WeakKeyDictionary[Value, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(f)
     def ask(value: Value) -> bool:
-        if value not in answers:
-            answers[value] = f(value)
+        open_ = [] if value in answers else [value]
+        while open_:
+            inputs = () if isinstance(open_[-1], Result) else open_[-1].inputs  # of which no question about it is
+            new = [x for x in inputs if x not in answers]
+            open_ += new
+            if not new:
+                x = open_.pop()
+                answers[x] = f(x)
         return answers[value]
 
     return ask
