@@ -99,12 +99,11 @@ def test_fsdp():
 
 @pytest.mark.slow
 def test_fuse_your_model():
-    """The fused steps are the plain ones, and all products but attention's are kernels."""
+    """The fused steps are the plain ones, and all products are kernels: attention's are those of `coda.attention`."""
     plain, fused, report = example("fuse_your_model")["main"](20)
     np.testing.assert_allclose(fused, plain, rtol=0.02)
     assert fused[-1] < 0.5 * fused[0]
-    left = [one for one in report.products if one.reason]
-    assert len(left) == 4 and all("attention" in one.reason for one in left)  # two a layer
+    assert not [one for one in report.products if one.reason]
     assert report.fused.totals.passes_bytes < 0.6 * report.plain.totals.passes_bytes
 
 
