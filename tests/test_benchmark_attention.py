@@ -142,7 +142,9 @@ def plain(query, key, value, mask=None, *, is_causal, local_window_size, impleme
     seen, keys = None, jnp.arange(key.shape[1])
     if segment_ids is not None:
         seen = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    if mask is not None:
+    if isinstance(mask, jax.Array):
+        seen = mask
+    elif mask is not None:
         seen = ((mask.first[..., None] <= keys) & (keys <= mask.last[..., None]))[:, None]
     pad = key.shape[-1] - value.shape[-1]
     padded = jnp.pad(value, ((0, 0),) * 3 + ((0, pad),))
@@ -194,7 +196,9 @@ def test_a_run(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"cpu_attention_documents.csv"}
     rows = rows_in(tmp_path, "documents")
     assert [(row["pass"], row["variant"]) for row in rows] == [
-        (which, name) for which in ("forward", "both") for name in ("coda", "coda_intervals", "xla", "other")
+        (which, name)
+        for which in ("forward", "both")
+        for name in ("coda", "coda_intervals", "coda_mask", "xla", "other")
     ]
     case = attention_cases.TINY[1]
     for row in rows:
@@ -266,7 +270,7 @@ def test_the_library_itself(tmp_path):
     assert attention.main([*OPTIONS, f"--out={tmp_path}", "--peers="]) == 0
     for case in attention_cases.TINY:
         rows = [row for row in rows_in(tmp_path, case.kind) if row["case"] == case.name]
-        ours = {"coda", "coda_intervals"} if case.mean else {"coda"}
+        ours = {"coda", "coda_intervals", "coda_mask"} if case.mean else {"coda"}
         assert {row["variant"] for row in rows} == ours | {"xla"} and all(float(row["ms"]) > 0 for row in rows)
 
 
