@@ -426,8 +426,8 @@ def test_bytes_in_front_of_a_rule_are_counted():
     x, w = inputs(), weights()["up"]
     closed = straight(jax.make_jaxpr(lambda x, w: rule(jnp.tanh(x @ w)))(x, w), [x, w])
     least, own = surely_kept_by_jax(closed.jaxpr), kept_by_jax(closed, [x, w])
-    of_tanh = sum(y.nbytes for y in jax.tree.leaves(jax.vjp(jnp.tanh, x @ w)[1]))
-    assert 0 < of_tanh == least <= own == 2 * BATCH * LENGTH * F * 4  # tanh and its derivative
+    kept_by_tanh = sum(y.nbytes for y in jax.tree.leaves(jax.vjp(jnp.tanh, x @ w)[1]))
+    assert 0 < kept_by_tanh == least <= own == 2 * BATCH * LENGTH * F * 4  # tanh and its derivative
 
 
 @pytest.mark.parametrize("names", [("context",), ("context", "out"), ("q", "k", "v", "context"), ("out",)])

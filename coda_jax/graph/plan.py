@@ -445,13 +445,13 @@ def _in_late_order(order: Sequence[Value], given: Collection[Value]) -> list[Val
     """
     last = {value.like: i for i, value in enumerate(order) if isinstance(value, Product) and value.like is not None}
     places: dict[Value, float] = {}
-    of_inputs: dict[Value | Call, float] = {}
+    last_input: dict[Value | Call, float] = {}
     for i, value in enumerate(order):
         behind = [last[x] + 0.5 for x in _made_again(value, given) if x in last]
         one = _with_same_inputs(value)
-        if one not in of_inputs:
-            of_inputs[one] = max((places[x] for x in value.inputs if x in places), default=-1.0)
-        places[value] = max([i, *behind, of_inputs[one]])
+        if one not in last_input:
+            last_input[one] = max((places[x] for x in value.inputs if x in places), default=-1.0)
+        places[value] = max([i, *behind, last_input[one]])
     return sorted(order, key=places.__getitem__)
 
 
