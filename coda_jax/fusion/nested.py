@@ -139,24 +139,23 @@ class Nested:
           remat: the policy of the checkpoint that it is the body of.
           flags: which of its arguments are weights; of others than it has, as a rule's are, none.
           of: "jit" for the body of a jitted function, "rule" for a function of a custom_vjp, "step" for a loop's body.
-          checkpoint: the policy and `prevent_cse` of a `jax.checkpoint` of the function.
+          checkpoint: the user's policy and `prevent_cse` of a `jax.checkpoint` of the function.
         """
-        key = (
-            id(body),
-            tuple(flags),
-            checkpoint and (id(checkpoint[0] if remat is None else remat.policy), checkpoint[1]),
-        )
+        key = id(body), tuple(flags), checkpoint and (id(checkpoint[0]), checkpoint[1])
         if key not in self._known:
             closed = core.ClosedJaxpr(*opened(body))
             is_alike = len(flags) == len(closed.in_avals)
             weights = list(flags) if is_alike else [False] * len(closed.in_avals)
             remats = self._around if remat is None else [remat, *self._around]
             fused = self._fused_in.get(of, self._fused)
-            function: Function = functools.partial(fused(closed, name, remats, weights), *closed.consts)
+            made = functools.partial(fused(closed, name, remats, weights), *closed.consts)
+            function: Function = made
             if checkpoint is not None:
                 policy, prevent_cse = checkpoint
-                function = jax.checkpoint(_listed(function), policy=policy, prevent_cse=prevent_cse)
-            self._known[key] = body, function
+                function = jax.checkpoint(
+                    lambda *xs: list(made(*xs)), policy=policy if remat is None else remat, prevent_cse=prevent_cse
+                )
+            self._known[key] = [body, checkpoint], function
         return self._known[key][1]
 
     def _of_jit(self, equation: Equation, flags: Sequence[bool]) -> core.ClosedJaxpr:
@@ -181,10 +180,6 @@ def _rule(equation: Equation) -> Callable[..., Sequence[Any]] | None:
             return _custom_vjp
         return _by_its_rule if may_be_opened(equation) else None
     return _RULES.get(equation.primitive.name)
-
-
-def _listed(function: Function) -> Callable[..., list[Any]]:
-    return lambda *arrays: list(function(*arrays))
 
 
 def as_arrays(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -255,8 +250,8 @@ def _checkpoint(fused: Callable[..., Function], equation: Equation, inputs: Sequ
     is_differentiated = params.get("differentiated")
     if not is_differentiated:
         remat = remat_of(params["policy"], opened(inner)[0])
-        policy = params["policy"] if remat is None else remat
-        results: Sequence[Any] = fused(inner, "checkpoint", remat, checkpoint=(policy, params["prevent_cse"]))(*inputs)
+        checkpoint = params["policy"], params["prevent_cse"]
+        results: Sequence[Any] = fused(inner, "checkpoint", remat, checkpoint=checkpoint)(*inputs)
         return results
     body = fused(inner, "checkpoint")
     closed = jax.make_jaxpr(lambda *xs: list(body(*xs)))(*map(jax.typeof, inputs))  # a backward pass: its barrier stays

@@ -134,7 +134,7 @@ class Plan:
         self.by_xla = [value for value in order if value in self._in_memory and value not in self._epilogue]
         self.beside = self._beside_attention()
         read = [x for step in range(len(products)) for x in self.operands(step)]
-        read += _leaves(_inputs_of(self.by_xla), self._pass_inputs)
+        read += _leaves([x for one in _once_a_call(self.by_xla) for x in one.inputs], self._pass_inputs)
         self.read_by_passes = self._read_by_passes()
         self.factors_alone = frozenset(x for x in self._in_memory if x.is_tile).difference(wanted, read)
         self.unread = self._unread([*factors, *wanted])
@@ -267,7 +267,7 @@ class Plan:
         def inputs_of(value: Value) -> Sequence[Value] | None:
             return None if self._pass_inputs(value) is None else inputs_read(value)
 
-        read = _leaves([x for one in self.by_xla for x in inputs_read(one)], inputs_of)
+        read = _leaves([x for one in _once_a_call(self.by_xla) for x in inputs_read(one)], inputs_of)
         vectors = (x for x in read if x in self.given and not (x.is_tile or has_rows(x)))
         return frozenset([*(x for x in read if isinstance(x, Leaf)), *vectors])
 
@@ -289,7 +289,7 @@ class Plan:
     def _unread(self, read: Sequence[Value]) -> frozenset[Result]:
         """The results of attention that neither are among these values nor are read but by what is made beside them."""
         made = {x for values in self.beside.values() for x in values}
-        inputs = _inputs_of(one for one in self.by_xla if one not in made)
+        inputs = [x for one in _once_a_call(y for y in self.by_xla if y not in made) for x in one.inputs]
         others = {*read, *_leaves(inputs, self._pass_inputs)}
         others |= {x for step in range(len(self.steps)) for x in self.operands(step)}
         return frozenset(y for y in self.beside if y not in others)
@@ -455,9 +455,9 @@ def _in_late_order(order: Sequence[Value], given: Collection[Value]) -> list[Val
     return sorted(order, key=places.__getitem__)
 
 
-def _inputs_of(values: Iterable[Value]) -> list[Value]:
-    """The inputs of values, those of a call once."""
-    return [x for one in dict.fromkeys(map(_with_same_inputs, values)) for x in one.inputs]
+def _once_a_call(values: Iterable[Value]) -> Iterable[Value]:
+    """The values, of the results of a call one."""
+    return {_with_same_inputs(x): x for x in values}.values()
 
 
 def _with_same_inputs(value: Value) -> Value | Call:
@@ -521,7 +521,7 @@ def remembered(f: Callable[[Value], bool]) -> Callable[[Value], bool]:
     def ask(value: Value) -> bool:
         open_ = [] if value in answers else [value]
         while open_:
-            inputs = () if isinstance(open_[-1], Result) else open_[-1].inputs  # of which no question about it is
+            inputs = () if isinstance(open_[-1], Result) else open_[-1].inputs  # a result's answer needs none of them
             new = [x for x in inputs if x not in answers]
             open_ += new
             if not new:
