@@ -140,6 +140,26 @@ def test_fusing_is_linear_in_the_number_of_layers(door):
     calls(fusing(door, 32), most=int(2.2 * of_16))
 
 
+def test_a_checkpoint_that_layers_share_is_traced_once():
+    layer = jax.checkpoint(lambda x, w: x + jnp.tanh(jnp.tanh(x @ w) @ w), prevent_cse=False)
+
+    def gradient_of(number_of_layers):
+        def f(w, x):
+            for one in w:
+                x = layer(x, one)
+            return jnp.sum(x)
+
+        types = (
+            [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * number_of_layers,
+            jax.ShapeDtypeStruct((4, 8), jnp.float32),
+        )
+        return lambda: jax.make_jaxpr(jax.grad(coda.fuse(f)))(*types)
+
+    gradient_of(2)()
+    of_4 = calls(gradient_of(4))
+    calls(gradient_of(16), most=2 * of_4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_more_layers_than_python_nests_calls_are_fused(door):
