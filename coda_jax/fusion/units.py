@@ -254,6 +254,16 @@ class Units:
             x = self.jaxpr.eqns[number].invars[0]
         return all(map(self.is_tile, parts)) and number >= 0 and self.kinds[number] in ("product", "absorbed", "map")
 
+    def _is_named_part(self, x: Any) -> bool:
+        """True for a named part of a product's columns: what reads it is made of the product, in the same epilogue."""
+        maker = self.maker(x, "map")
+        while maker is not None and maker.primitive.name == "name":
+            x = maker.invars[0]
+            maker = self.maker(x, "map")
+            if maker is not None and self._is_part_of_product(maker):
+                return True
+        return False
+
     def is_read_in_halves(self, x: Any) -> bool:
         """True for an array (..., 2 F) of which either half is read alone, also behind casts, names and constraints."""
         for number in self.readers[x]:
@@ -290,7 +300,19 @@ class Units:
         sizes = [math.prod(y.aval.shape[self.rows.of(y) :]) for y in (x, *(part for _, part in found))]
         ends = [begin + size for (begin, _), size in zip(found, sizes[1:], strict=True)]
         is_whole = [0, *ends] == [*(begin for begin, _ in found), sizes[0]]
-        return [y for _, y in found] if is_whole and any(self._has_sums_of_heads(y) for _, y in found) else []
+        has_norms = any(self._has_sums_of_heads(y) for _, y in found)
+        return [self._as_named(y) for _, y in found] if is_whole and has_norms else []
+
+    def _as_named(self, x: Any) -> Any:
+        """The variable, or what alone reads it and has a name, behind reshapes: the same array in memory."""
+        y = x
+        while len(self.readers[y]) == 1 and self.kind_of_reader(self.readers[y][0]) == "map":
+            reader = self.jaxpr.eqns[self.readers[y][0]]
+            if reader.primitive.name not in ("reshape", "name"):
+                break
+            (y,) = reader.outvars
+            x = y if reader.primitive.name == "name" else x
+        return x
 
     def _has_sums_of_heads(self, x: Any) -> bool:
         """True for columns whose heads have norms."""
@@ -299,7 +321,7 @@ class Units:
             for equation in (self.jaxpr.eqns[j] for j in self.readers[open_.pop()] if j >= 0):
                 if equation.primitive.name in REDUCTIONS:
                     return all(map(self.is_tile, equation.outvars))
-                if equation.primitive.name in ("reshape", *CASTS) or is_square(equation):
+                if equation.primitive.name in ("reshape", "name", *CASTS) or is_square(equation):
                     open_ += equation.outvars
         return False
 
@@ -519,7 +541,8 @@ class Units:
         while open_:
             x = open_.pop()
             i = self.makers.get(x, -1)
-            is_inlined = i >= 0 and self.kinds[i] == "map" and (x is result or x not in anchors)
+            is_value = x in anchors and x is not result and not self._is_named_part(x)
+            is_inlined = i >= 0 and self.kinds[i] == "map" and not is_value
             if i >= 0 and self.kinds[i] == "cast":
                 open_ += variables(self.jaxpr.eqns[i].invars)
                 equations.add(i)
