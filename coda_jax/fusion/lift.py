@@ -341,7 +341,7 @@ class Lift:
             product.maps_zeros = groups is not None
         else:
             a, b = transposed(a) if dot.transpose_a else a, transposed(b) if dot.transpose_b else b
-            product, value = rounded.product_and_result(a, b, rounding)
+            product, value = rounded.product_and_result(a, b, rounding, self._bodies)
         product.spec_of_a = None if norm is None else norm.constraint
         product.spec = product.out_spec = _asked_spec(self.jaxpr.eqns[unit.number], out)
         product.source = self.jaxpr.eqns[unit.number].source_info.traceback
@@ -408,7 +408,8 @@ class Lift:
             every = {e.invars[2]: e for e in known if e.params["rounding"].recipe == recipe}
             is_one = recipe.scaling == "delayed" and len(every) > 1 and not self.is_exact
             is_one = is_one and all(y in self.values or y in self.arguments for y in map(self.units.uncast, every))
-            self._scales[key] = rounded.scale_of_all([*map(self._history, every.values())], recipe) if is_one else None
+            histories = map(self._history, every.values()) if is_one else ()
+            self._scales[key] = rounded.scale_of_all([*histories], recipe, self._bodies) if is_one else None
         return self._scales[key]
 
     def _deferred_factor(self, dot: Dot) -> Deferred | None:
@@ -499,7 +500,7 @@ class Lift:
         return self.value(x)
 
     def _maximum(self, unit: Unit) -> None:
-        self.values[unit.results[0]] = rounded.amax_of(self.value(unit.inputs[0]))
+        self.values[unit.results[0]] = rounded.amax_of(self.value(unit.inputs[0]), self._bodies)
 
     def _map(self, unit: Unit) -> None:
         (result,) = unit.results

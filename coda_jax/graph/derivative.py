@@ -159,7 +159,7 @@ def _input_cotangents(
         case Product() as y:
             (dy,) = dys
             if y.scales is not None:
-                return rounded.cotangents(y, dy)
+                return rounded.cotangents(y, dy, inner.bodies)
             if is_of_8_bits(y.a.dtype):
                 return zip((y.a, y.b), _cotangents_in_8_bits(y, dy), strict=True)
             each = (zip(pair, _product_cotangents(y, dy, *pair), strict=True) for pair in y.pairs)
@@ -247,11 +247,12 @@ class _InnerProducts:
 
     Attributes:
       cotangents: of the values that have been reached.
+      bodies: the table of bodies of the derivative.
     """
 
     def __init__(self, order: Sequence[Value], outputs: Sequence[Value], bodies: dict[Hashable, Any]):
         self.cotangents: dict[Value, Value] = {}
-        self._bodies = bodies
+        self.bodies = bodies
         self._outputs, self._users = frozenset(outputs), defaultdict[Value, list[Value]](list)
         for value in order:
             for x in dict.fromkeys(value.inputs):
@@ -263,8 +264,8 @@ class _InnerProducts:
         if x not in self._outputs and users and all(_is_linear(y, x) for y in users):
             terms = [self.along_rows(y) for y in users if y in self.cotangents]
             if terms:
-                return _total(terms, self._bodies)
-        shared = self._bodies, "inner product"
+                return _total(terms, self.bodies)
+        shared = self.bodies, "inner product"
         inner: Value = make_map(inner_product, recovered(x), dx, derived="inner product", shared=shared)
         return inner
 

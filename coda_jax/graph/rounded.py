@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,9 @@ from coda_jax.epilogue.saturate import saturated_in_memory
 from coda_jax.graph.values import Map, Product, Transposed, Value, make_map, transposed
 
 LEAST_AMAX = 2.0**-100  # of an array of zeros: its scale is finite
+
+
+Bodies = dict[Hashable, Any]  # of maps, by what they compute: equal layers share them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +124,15 @@ class Scales:
 
 def multiplied(x: Value, w: Value, rounding: Rounding) -> Value:
     """x w for x (M, K) and w (K, N)."""
-    return product_and_result(x, w, rounding)[1]
+    return product_and_result(x, w, rounding, {})[1]
 
 
-def product_and_result(x: Value, w: Value, rounding: Rounding) -> tuple[Product, Value]:
-    """The product of the factors in 8 bits, and x w for x (M, K) and w (K, N)."""
+def product_and_result(x: Value, w: Value, rounding: Rounding, bodies: Bodies) -> tuple[Product, Value]:
+    """The product of the factors in 8 bits, and x w for x (M, K) and w (K, N).
+
+    Args:
+      bodies: the table of bodies of the graph, in which equal ones are found.
+    """
     recipe, history = rounding.recipe, rounding.history
     is_transposed = isinstance(w, Transposed)
     rows, weight = x.inputs[0] if isinstance(x, Transposed) else x, w.inputs[0] if is_transposed else w
@@ -135,74 +142,92 @@ def product_and_result(x: Value, w: Value, rounding: Rounding) -> tuple[Product,
         weight.is_factor = False
     x_scale, w_scale, dy_scale = rounding.scales
     if history is not None and recipe.scaling == "delayed":
-        own, dy_scale = _history_scales(history, recipe)
+        own, dy_scale = _history_scales(history, recipe, bodies)
         x_scale = own if x_scale is None else x_scale
     dtypes = [_dtype_of(recipe, flag) for flag in rounding.is_cotangent]
-    (x8, x_scale), (w8, w_scale) = rounded(rows, dtypes[0], x_scale), rounded(weight, dtypes[1], w_scale)
+    x8, x_scale = rounded(rows, dtypes[0], bodies, x_scale)
+    w8, w_scale = rounded(weight, dtypes[1], bodies, w_scale)
     w8.is_factor = is_kept
     x8 = x8 if rows is x else transposed(x8)
     acc = Product(x8, w8 if is_transposed else transposed(w8), transpose_b=True)
-    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(rows))
-    y: Value = make_map(
-        _unscaled, acc, x_scale, w_scale, pullback=lambda y, acc, s, t, dy: (dy, None, None), derived="scale"
-    )
+    acc.scales = Scales(x_scale, w_scale, dy_scale, recipe, history, amax_of(rows, bodies))
+    y = _map("product", _unscaled, bodies, acc, x_scale, w_scale, pullback=_of_product, derived="scale")
     return acc, y
 
 
-def rounded(x: Value, dtype: np.dtype[Any], scale: Value | None = None) -> tuple[Value, Value]:
+def rounded(x: Value, dtype: np.dtype[Any], bodies: Bodies, scale: Value | None = None) -> tuple[Value, Value]:
     """The tensor in 8 bits by this scale, or by its own, and the scale: the same values each time."""
     key = dtype, scale
     if key not in x.rounded:
         if scale is None:
-            scale = make_map(functools.partial(scale_of, dtype=dtype), amax_of(x), derived="scale")
+            of_dtype = functools.partial(scale_of, dtype=dtype)
+            scale = _map(("scale of", dtype), of_dtype, bodies, amax_of(x, bodies), derived="scale")
         round_ = functools.partial(_rounded, dtype=dtype, saturate=saturated_in_memory)  # products alone read it
-        x.rounded[key] = make_map(round_, x, scale, pullback=lambda y, x, s, dy: (dy, None), derived="round"), scale
+        x8 = _map(("round", dtype), round_, bodies, x, scale, pullback=_straight_through, derived="round")
+        x.rounded[key] = x8, scale
     return x.rounded[key]
 
 
-def amax_of(x: Value) -> Value:
+def _of_product(y: Any, acc: Any, x_scale: Any, w_scale: Any, dy: Any) -> tuple[Any, None, None]:
+    """The cotangent of a product in 8 bits is that of its unscaled result: `cotangents` takes the scales into account."""
+    return dy, None, None
+
+
+def _straight_through(x8: Any, x: Any, scale: Any, dy: Any) -> tuple[Any, None]:
+    """The cotangent of what is rounded is that of the result."""
+    return dy, None
+
+
+def amax_of(x: Value, bodies: Bodies) -> Value:
     """max |x|, the same value each time."""
     if x.amax is None:
-        x.amax = make_map(largest, x, derived="amax")
+        x.amax = _map("amax", largest, bodies, x, derived="amax")
     return x.amax
 
 
-def _history_scales(history: Value, recipe: Recipe) -> tuple[Value, Value]:
+def _map(key: Hashable, f: Callable[..., Any], bodies: Bodies, *inputs: Value, **options: Any) -> Any:
+    """A map of f, which is traced once for this key and these types."""
+    return make_map(f, *inputs, shared=(bodies, ("in 8 bits", key)), **options)
+
+
+def _history_scales(history: Value, recipe: Recipe, bodies: Bodies) -> tuple[Value, Value]:
     """The scales of x and of the cotangent."""
 
     def scales(history: jax.Array) -> list[jax.Array]:
         return [history_scale(of, recipe, is_cotangent=bool(i)) for i, of in enumerate(jnp.split(history, 2))]
 
-    x_scale, dy_scale = make_map(scales, history, derived="scales")
+    x_scale, dy_scale = _map(("scales", recipe), scales, bodies, history, derived="scales")
     return x_scale, dy_scale
 
 
-def scale_of_all(histories: Sequence[Value], recipe: Recipe) -> Value:
+def scale_of_all(histories: Sequence[Value], recipe: Recipe, bodies: Bodies) -> Value:
     """The scale of an array that several products read, each with a history (2 H,): that of the largest maximum."""
 
     def scale(*histories: jax.Array) -> jax.Array:
         largest_of_each = [jnp.max(_finite(jnp.split(history, 2)[0])) for history in histories]
         return history_scale(jnp.stack(largest_of_each), recipe)
 
-    value: Value = make_map(scale, *histories, derived="scale")
+    value: Value = _map(("scale of all", recipe), scale, bodies, *histories, derived="scale")
     return value
 
 
-def cotangents(y: Product, dy: Value) -> list[tuple[Value, Value]]:
+def cotangents(y: Product, dy: Value, bodies: Bodies) -> list[tuple[Value, Value]]:
     """Pairs: a product's factors and the cotangents of the unrounded ones; its history and this step's maxima."""
     assert y.scales is not None
-    dy8, dy_scale = rounded(dy, y.scales.recipe.gradient_dtype, y.scales.cotangent_scale)
+    dy8, dy_scale = rounded(dy, y.scales.recipe.gradient_dtype, bodies, y.scales.cotangent_scale)
     da, db = factor_cotangents(y, dy8)
     is_copy = isinstance(db, Transposed)
-    dw: Value = make_map(_unscaled, transposed(db) if is_copy else db, y.scales.a, dy_scale, derived="scale")
+    unscaled = functools.partial(_map, "unscaled", _unscaled, bodies, derived="scale")
+    dw = unscaled(transposed(db) if is_copy else db, y.scales.a, dy_scale)
     pairs = [
-        (y.a, make_map(_unscaled, da, dy_scale, y.scales.b, derived="scale")),
+        (y.a, unscaled(da, dy_scale, y.scales.b)),
         (y.b, transposed(dw) if is_copy else dw),
     ]
     if y.scales.history is not None:
-        inputs = y.scales.history, y.scales.amax, amax_of(dy), y.scales.a
-        of_history = functools.partial(history_gradient, recipe=y.scales.recipe)
-        pairs.append((y.scales.history, make_map(of_history, *inputs, derived="history")))
+        inputs = y.scales.history, y.scales.amax, amax_of(dy, bodies), y.scales.a
+        recipe = y.scales.recipe
+        of_history = functools.partial(history_gradient, recipe=recipe)
+        pairs.append((y.scales.history, _map(("history", recipe), of_history, bodies, *inputs, derived="history")))
     return pairs
 
 
