@@ -385,7 +385,8 @@ def _traced(behind: Behind, types: Sequence[Any]) -> _Traced | None:
 
 def _gradients_of(x: Value, behind: Behind) -> list[int]:
     """The numbers of dq, dk and dv that a value is made of."""
-    return [i for i, of in enumerate(behind.gradients) if of in reachable([x], behind.read)]
+    made_of = set(reachable([x], (*behind.read, *behind.gradients)))
+    return [i for i, of in enumerate(behind.gradients) if of in made_of]
 
 
 def _traced_of(
