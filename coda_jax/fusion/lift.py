@@ -183,6 +183,8 @@ class Lift:
         for i, equation in enumerate(self.jaxpr.eqns):
             if self.units.kinds[i] == "call" and equation.primitive.name == "sharding_constraint":
                 x = self._read_by_call(equation.invars[0])
+                if isinstance(x, core.Literal):
+                    continue
                 for value in (*([self.values[x]] if x in self.values else []), *self._products_in(x)):
                     self._constrain(value, equation)
 
