@@ -91,7 +91,7 @@ class Nested:
         flags = flags_in_body(equation, [among(x, self._weights) for x in equation.invars])
         if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
             return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation, flags)})
-        if run is None or not has_bodies:
+        if run is None or not (has_bodies or run is shard_mapped):
             return bind(equation.primitive, inputs, equation.params)
         if is_call(equation):
             each = zip(equation.invars, as_arrays(equation, inputs), strict=True)
