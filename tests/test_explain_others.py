@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 import coda_jax as coda
+import flax_layers as layers
+from coda_jax.jaxprs.source_lines import line_of
 
 HEADS = jax.ShapeDtypeStruct((2, 64, 4, 16), jnp.bfloat16)
 SIZE = 2 * 2 * 64 * 4 * 16  # bytes of q
@@ -105,6 +107,21 @@ def test_a_layers_product_has_the_programs_line_too():
     (found,) = coda.explain(lambda x: linear(layer, x), array(8, 64)).other_products
     of_flax, of_program = found.source.split(", from ")
     assert of_flax.startswith("flax/nnx/") and of_program == line(linear, "layer(x)")
+
+
+def twice(layer, x):
+    x = layer(x) * 2
+    return layer(x) + 1
+
+
+def test_a_fused_layer_has_the_line_of_each_call():
+    """Though it is traced once."""
+    layer = layers.RMSNorm(256, rngs=nnx.Rngs(0))
+    jaxpr = jax.make_jaxpr(lambda x: twice(layer, x))(array(8, 256)).jaxpr
+    found = [line_of(e) for e in jaxpr.eqns if e.primitive.name == "rsqrt"]
+    of_layers, of_program = zip(*(one.split(", from ") for one in found), strict=True)
+    assert of_program == (line(twice, "layer(x) * 2"), line(twice, "layer(x) + 1"))
+    assert all(one.startswith("flax_layers/norm.py:") for one in of_layers)
 
 
 def attention(q, k, v):

@@ -30,7 +30,7 @@ from coda_jax.graph.rounded import Recipe
 from coda_jax.graph.static import Static
 from coda_jax.graph.values import is_float
 from coda_jax.jaxprs.evaluate import without_constants
-from coda_jax.jaxprs.source_lines import line_of
+from coda_jax.jaxprs.source_lines import at_call, is_of_package, line_of
 from coda_jax.jaxprs.walk import equations
 from coda_jax.operators.enclosing import ENCLOSING, PLAIN
 from coda_jax.primitives.call_arguments import check_implementation
@@ -69,6 +69,7 @@ class Fused:
         functools.update_wrapper(self, f)
         self._f, self.options, self._is_checked = f, options, is_checked
         self.name = str(getattr(f, "__name__", type(f).__name__)).strip("<>")
+        self._is_of_package = is_of_package(f)
         self._is_call = inspect.isfunction(f) and self.name == "__call__"  # of a class
         if self.name == "__call__":
             self.name = str(getattr(f, "__qualname__", "")).removesuffix(".__call__").rpartition(".")[-1]
@@ -92,7 +93,8 @@ class Fused:
             results = self._f(*args, **kwargs)
             return self._with_note(results, f"it runs as it is, for {traced}") if is_strict() else results
         own = [overwritten(histories[name]) for name in traced.histories]
-        results = traced.function(*traced.consts, *filter(_is_array, leaves), *own)
+        with at_call() if self._is_of_package else contextlib.nullcontext():
+            results = traced.function(*traced.consts, *filter(_is_array, leaves), *own)
         outputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]  # constants
         if is_strict() and (left := traced.left()):
             outputs = self._with_note(outputs, left)

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from coda_jax.jaxprs.walk import inner_jaxprs
 
 _GIVEN = re.compile(r"\bline (\S+?:\d+(?:, from \S+?:\d+)?)")  # by `at_line_of`
+_CALLER = re.compile(r"\bcalled from (\S+?:\d+)")  # by `at_call`
 _TRANSFORMS, _MODULE = re.compile(r"\w+\("), re.compile(r"[A-Za-z_][\w.\[\]]*")
 _OF_JAX = frozenset({"checkpoint", "rematted_computation", "while", "body", "cond", "scan", "closed_call", "shard_map"})
 _CODA = os.path.dirname(os.path.dirname(__file__))
@@ -33,18 +34,26 @@ def line_of(equation: core.JaxprEqn, *, with_function: bool = False) -> str | No
 
     A line in another package is followed by that of the program that called it, if there is one: ", from train.py:12".
     In a backward pass it is the line of the forward pass, or that of a custom derivative's call. A pass between the
-    products of a graph has the line that `at_line_of` gave it. None if JAX knows no line, as for a custom derivative
-    that `jax.checkpoint` runs again.
+    products of a graph has the line that `at_line_of` gave it, and a function of another package that is traced by
+    itself was called where `at_call` says. None if JAX knows no line, as for a custom derivative that `jax.checkpoint`
+    runs again.
 
     Args:
       with_function: also names the function that the program's line is in: "train.py:12 (loss)".
     """
-    return _given_line(equation) or line_in(equation.source_info.traceback, with_function=with_function)
+    line = _given_line(equation) or line_in(equation.source_info.traceback, with_function=with_function)
+    callers = _CALLER.findall(str(equation.source_info.name_stack))
+    return f"{line}, from {callers[-1]}" if line and callers and _is_in_package(line) else line
 
 
 def users_line(line: str) -> str:
     """The program's part of a line: "train.py:12" of "optax/losses/_regression.py:9, from train.py:12"."""
     return line.rpartition(", from ")[2]
+
+
+def _is_in_package(line: str) -> bool:
+    """Whether a line has no program's part: a program's files are named without their folders."""
+    return "/" in users_line(line)
 
 
 def module_of(equation: core.JaxprEqn) -> str:
@@ -77,6 +86,23 @@ def at_line_of(traceback: Any) -> Iterator[None]:
     line = line_in(traceback)
     with jax.named_scope(f"line {line}") if line else contextlib.nullcontext():
         yield
+
+
+def at_call() -> contextlib.AbstractContextManager[Any]:
+    """A context for the call of a function that is traced by itself: its equations have the line of the program's call.
+
+    A name scope too. JAX ends the tracebacks of such equations where the trace begins.
+    """
+    line = line_in(source_info_util.current().traceback)
+    if line is None or _is_in_package(line):
+        return contextlib.nullcontext()
+    return jax.named_scope(f"called from {users_line(line)}")
+
+
+def is_of_package(function: Any) -> bool:
+    """Whether a function is written in another package than the program."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code is not None and _named(code.co_filename)[1]
 
 
 def _given_line(equation: core.JaxprEqn) -> str | None:
