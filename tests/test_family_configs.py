@@ -163,7 +163,7 @@ def sizes_of(config):
 
 def test_a_head_of_ones_own_is_capped():
     model = layers.Gemma(GEMMA, rngs=nnx.Rngs(0))
-    model.head = nnx.data(lambda x, *, embedding: 100.0 * (x.array() @ embedding.T))
+    model.head = nnx.data(lambda x, *, embedding: 100.0 * (x @ embedding.T))
     assert 29.0 < float(jnp.abs(model(jnp.arange(6)[None])).max()) <= 30.0
 
 
