@@ -143,7 +143,7 @@ class Fused:
     def _trace(self, leaves: Sequence[Any], tree: Any, histories: Any) -> _Traced | str:
         pieces = Pieces(self.options)  # earlier ones live as long as their traces
         enclosing = ENCLOSING.value
-        is_inner = not self._is_checked and enclosing is not None and self.options in (enclosing, Options())
+        is_inner = not self._is_checked and enclosing is not None and self._is_part(enclosing)
         is_inner = is_inner and histories is None  # else those of the function around are of its products too
         if not is_inner:
             self.pieces = pieces
@@ -166,6 +166,10 @@ class Fused:
             function = as_inner(name, closed, function) if is_loss else self._call_of(name, closed)
         left = str if is_inner else functools.partial(_left, pieces, closed.jaxpr)
         return _Traced(function, closed.consts, out_tree, changed, left)
+
+    def _is_part(self, enclosing: Options) -> bool:
+        """Whether its options let it be a part of a fused function with these; without a recipe it takes theirs."""
+        return self.options in (enclosing, dataclasses.replace(enclosing, fp8=None), Options())
 
     def _call_of(self, name: str, closed: core.ClosedJaxpr) -> Callable[..., Sequence[Any]]:
         """The call of a jaxpr in another fused function; the same for equal ones, as those that close over arrays."""
