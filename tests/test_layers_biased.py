@@ -200,7 +200,7 @@ def test_the_residual_s_cotangent_joins_the_norm_s():
     passes = [line.partition(":")[0] for line in backward[0] if line.startswith("XLA")]
     assert [one for one in passes if "(" in one] == ["XLA  add (32, 256)"] * 2
     (line,) = [line for line in backward[0] if "in the place of its results" in line]
-    assert line.startswith("the derivative of custom_vjp: ") and "split columns backward" in line
+    assert line.startswith("the derivative of 'attention': ") and "split columns backward" in line
 
 
 @pytest.mark.parametrize("name", layers.ACTIVATIONS)
