@@ -364,6 +364,7 @@ def test_rule_with_products_moves_half_and_keeps_as_much():
 
 
 def test_products_of_attention_in_a_rule_stay_with_their_reason():
+    """Those of its forward and backward; the function itself is attention."""
     def attention(q, k, v):
         return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
 
@@ -374,8 +375,10 @@ def test_products_of_attention_in_a_rule_stay_with_their_reason():
 
     (w, x), loss = arguments(), loss_of(f)
     assert largest_error(*(with_gradients(g)(w, x) for g in (coda.fuse(loss), loss))) < 2e-5
-    left = [one for one in coda.fuse.report(f, w, x).products if one.reason]
-    assert [one.piece for one in left] == ["custom_vjp"] * 2
+    products = coda.fuse.report(f, w, x).products
+    assert [one.piece for one in products if one.epilogue == ("attention",)] == ["custom_vjp"] * 2
+    left = [one.piece for one in products if one.reason]
+    assert left == [*["custom_vjp forward"] * 2, *["custom_vjp backward"] * 4]
     assert "custom_vjp_call" in str(jax.make_jaxpr(coda.fuse(f))(w, x))
 
 
