@@ -364,10 +364,10 @@ def test_frequencies_are_those_of_a_text_without_its_padding(scaling):
 
 
 @SCALINGS
-def test_frequencies_in_a_block_of_values(scaling):
+def test_frequencies_in_a_fused_function(scaling):
     (module, run), x = turning(scaling), 2 * normal(0, 2, 13, 8)
 
-    @coda.block(dtype=jnp.float32)
+    @coda.fuse
     def attended(x, positions, segment_ids):
         return module(x, positions=positions, segment_ids=segment_ids)
 
