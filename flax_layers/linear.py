@@ -43,11 +43,11 @@ def product(
         )
     dtype = dtype or jnp.result_type(x, kernel)
     factors = x.astype(dtype), kernel.astype(dtype)
-    if fp8 is not None:
-        return coda.fp8.matmul(*factors, recipe=fp8, history=None if history is None else history[...])
     numbers, spec = (((x.ndim - 1,), (0,)), ((), ())), spec_of_sum(*factors)
     if spec is None:
         factors = factors[0], _beside_rows(factors[1], factors[0])
+    if fp8 is not None:
+        return coda.fp8.matmul(*factors, recipe=fp8, history=None if history is None else history[...])
     return lax.dot_general(*factors, numbers, out_sharding=spec)
 
 

@@ -178,8 +178,9 @@ def quick_to_compile(monkeypatch):
     jit = jax.jit
 
     def quick(*args, **options):
-        # JAX refuses them inside of another program, where coda.fuse uses what it has made outside.
-        is_kept = sys._getframe(1).f_globals["__name__"].startswith("coda_jax.fusion")
+        # JAX refuses them inside of another program, where coda.fuse uses what it has made outside, and derivatives of
+        # its constraints are.
+        is_kept = sys._getframe(1).f_globals["__name__"].startswith(("coda_jax.fusion", "coda_jax.graph"))
         if not (is_kept or isinstance(jnp.zeros(()), jax.core.Tracer)):
             options["compiler_options"] = {"xla_backend_optimization_level": 0}
         return jit(*args, **options)

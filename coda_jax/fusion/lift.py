@@ -295,14 +295,18 @@ class Lift:
         return self.leaves[x, shape]
 
     def _has_halves(self, x: Any, shape: tuple[Any, ...]) -> bool:
-        """True on a mesh for a weight (K, 2, F), as a matrix, of whose products either half is read alone."""
+        """True on a mesh for a weight (K, 2, F), as a matrix, of whose products either half is read alone.
+
+        Not where products round it to 8 bits: they read transposed copies, whose columns are one axis.
+        """
         sizes = x.aval.shape
         is_matrix = len(sizes) == 3 and same_size(sizes[1], 2) and same_shape(shape, (sizes[0], 2 * sizes[2]))
         if not is_matrix or self.rows.of(x) or jax.sharding.get_abstract_mesh().size < 2:
             return False
-        dots = self.rows.dots.items()
-        results = [self.rows.results[i] for i, dot in dots if self.units.uncast(dot.b) is x and not dot.transpose_b]
-        return bool(results) and all(map(self.units.is_read_in_halves, results))
+        numbers = [i for i, d in self.rows.dots.items() if self.units.uncast(d.b) is x and not d.transpose_b]
+        if any("rounding" in self.jaxpr.eqns[i].params for i in numbers):
+            return False
+        return bool(numbers) and all(self.units.is_read_in_halves(self.rows.results[i]) for i in numbers)
 
     def _has_main_rows(self, x: Any) -> bool:
         count = self.rows.of(x)

@@ -24,7 +24,8 @@ from coda_jax.operators.enclosing import is_fused
 from coda_jax.operators.rounded_dot import RoundedFactors, contracting_last, evaluated, multiply, quantised, rounded_dot
 from coda_jax.primitives.call_arguments import check_implementation
 from coda_jax.primitives.dtypes import check_floats
-from coda_jax.primitives.mesh_types import vary, varying_axes
+from coda_jax.primitives.layout import spec_of_sum
+from coda_jax.primitives.mesh_types import sharding_over_explicit, vary, varying_axes
 
 
 def matmul(
@@ -103,8 +104,8 @@ def matmul(
     if is_fused():
         dtype = next((one.dtype for one in (x, w) if one.dtype.itemsize == 2), x.dtype)  # factors of one dtype
         factors = jnp.atleast_2d(x).astype(dtype), w.astype(dtype)
-        sums = (factors[0].ndim - 1,), (0,)
-        y = rounded_dot(*factors, *others, sums=sums, rounding=rounding, out_dtype=out_dtype)
+        sums, sharding = ((factors[0].ndim - 1,), (0,)), sharding_over_explicit(spec_of_sum(*factors))
+        y = rounded_dot(*factors, *others, sums=sums, rounding=rounding, out_dtype=out_dtype, out_sharding=sharding)
         return y.reshape(*x.shape[:-1], *w.shape[1:])
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim != 2 else x
     columns = w.reshape(w.shape[0], math.prod(w.shape[1:])) if w.ndim != 2 else w

@@ -114,7 +114,13 @@ def scaled(acc: jax.Array, unit: jax.Array) -> jax.Array:
 
 
 def rounded_dot(
-    a: jax.Array, b: jax.Array, *others: Any, sums: Any, rounding: RoundedFactors, out_dtype: Any
+    a: jax.Array,
+    b: jax.Array,
+    *others: Any,
+    sums: Any,
+    rounding: RoundedFactors,
+    out_dtype: Any,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """The product by the primitive.
 
@@ -124,9 +130,10 @@ def rounded_dot(
       sums: the axes of both that are summed over.
       rounding: how they are rounded.
       out_dtype: of the result.
+      out_sharding: of the result, over explicit mesh axes; None where the factors' types say it.
     """
     numbers = (tuple(map(tuple, sums)), ((), ()))
-    params: dict[str, Any] = {"dimension_numbers": numbers, "precision": None, "out_sharding": None}
+    params: dict[str, Any] = {"dimension_numbers": numbers, "precision": None, "out_sharding": out_sharding}
     y: jax.Array = rounded_dot_p.bind(
         a, b, *others, **params, preferred_element_type=np.dtype(out_dtype), rounding=rounding
     )
