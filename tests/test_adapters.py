@@ -120,7 +120,7 @@ def test_a_subclass_without_a_call_of_its_own_stays_in_the_chain():
 
 @pytest.mark.parametrize("is_linear", [False, True])
 def test_an_adapter_without_a_dtype_computes_in_that_of_its_base(is_linear):
-    """Where flax would promote to the dtype of the adapter's parameters; one with a dtype keeps it."""
+    """Flax would promote to the dtype of the adapter's parameters; an adapter with a dtype keeps it."""
     x = jax.random.normal(jax.random.key(0), (4, 16), jnp.bfloat16)
 
     def factors(dtype):

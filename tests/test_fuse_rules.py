@@ -364,7 +364,8 @@ def test_rule_with_products_moves_half_and_keeps_as_much():
 
 
 def test_products_of_attention_in_a_rule_stay_with_their_reason():
-    """Those of its forward and backward; the function itself is attention."""
+    """The function itself is attention; the products of its forward and backward are left."""
+
     def attention(q, k, v):
         return jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v
 
