@@ -95,7 +95,9 @@ def run(
     running = _Run(
         plan, arrays, parts, np.dtype(dtype), stored, tuple(rows), implementation, names or {}, add_plan_text
     )
-    running.arrays |= {x: running.constrained(x, of) for x, of in arrays.items() if isinstance(x, Leaf)}
+    running.arrays |= {
+        x: running.named(x, running.constrained(x, of)) for x, of in arrays.items() if isinstance(x, Leaf)
+    }
     for i, step in enumerate(plan.steps):
         arguments = running.arguments(i, f"{name}_{i}")
         with at_line_of(source_of(step.product)):
@@ -158,7 +160,7 @@ class _Run:
                 x = whole(made)
                 array = (x.array if isinstance(x, Unflattened) else x).reshape(self._shape_of(value))
                 array = self._stored(value, array) if value in self._by_xla else array
-                self.arrays[value] = self._named(value, self.constrained(value, array))
+                self.arrays[value] = self.named(value, self.constrained(value, array))
         return self.arrays[value]
 
     def _stored(self, value: Value, x: jax.Array) -> jax.Array:
@@ -244,7 +246,7 @@ class _Run:
         self._take(made[0])
         for value, made_array in made[1].items():
             array = made_array.reshape(value.shape if isinstance(value, Transposed) else self._shape_of(value))
-            self.arrays[value] = self._named(value, self.constrained(value, array))
+            self.arrays[value] = self.named(value, self.constrained(value, array))
 
     def _attend(self, y: Result) -> None:
         """Makes the results of attention with the maps beside y; nothing where XLA makes these."""
@@ -265,7 +267,7 @@ class _Run:
         self._take(made[0])
         for value, x in zip(values, made[1], strict=True):
             array = x.reshape(value.shape if isinstance(value, Transposed) else self._shape_of(value))
-            self.arrays[value] = self._named(value, self.constrained(value, array))
+            self.arrays[value] = self.named(value, self.constrained(value, array))
 
     def _take(self, made: Mapping[Result, jax.Array]) -> None:
         self.arrays |= {x: reshaped_as(array, self._shape_of(x)) for x, array in made.items()}
@@ -299,9 +301,10 @@ class _Run:
             if not value.is_tile and spec is not None and has_rows(value):
                 x = _with_rows(x, spec)
             x = x.reshape(value.shape) if isinstance(value, Transposed) else self.constrained(value, x)
-            self.arrays[value] = self._named(value, x)
+            self.arrays[value] = self.named(value, x)
 
-    def _named(self, value: Value, x: jax.Array) -> jax.Array:
+    def named(self, value: Value, x: jax.Array) -> jax.Array:
+        """x, under the value's name for policies, if it has one."""
         return named(x, self.names[value]) if value in self.names else x
 
     def constrained(self, value: Value, x: jax.Array) -> jax.Array:
