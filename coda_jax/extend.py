@@ -11,6 +11,7 @@ from coda_jax.operators.deferred_norm import in_row as in_row
 from coda_jax.operators.enclosing import is_fused as is_fused
 from coda_jax.operators.head.arguments import int32_labels as int32_labels
 from coda_jax.operators.pytree import register as register_pytree
+from coda_jax.primitives.columns import both_halves as both_halves
 from coda_jax.primitives.columns import in_heads as in_heads
 from coda_jax.primitives.columns import join_halves as join_halves
 from coda_jax.primitives.columns import split_halves as split_halves
@@ -26,6 +27,7 @@ from coda_jax.primitives.mesh_types import without_axes as without_axes
 
 __all__ = [
     "CONTEXT_NAME",
+    "both_halves",
     "constrained",
     "explicit_axes",
     "explicit_cuts",

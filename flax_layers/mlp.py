@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import coda_jax as coda
-from coda_jax.extend import constrained, split_halves
+from coda_jax.extend import both_halves, constrained
 from flax_layers.activation import Activation, activation_of
 from flax_layers.adapters import apply
 from flax_layers.axis_metadata import name_parameters
@@ -108,9 +108,9 @@ class GatedMLP(nnx.Module):
             gate, up = (constrain(apply(layer, x), *_HIDDEN) for layer in (self.gate, self.up))
             return named(gate, _HIDDEN_NAME), named(up, _HIDDEN_NAME)
         if isinstance(self.gate_up, nnx.Module):
-            z = split_halves(apply(self.gate_up, x))
-        else:
-            z = product(x, self.gate_up[...], dtype=self.dtype, fp8=self.fp8, history=self.gate_up_history)
+            gate, up = both_halves(named(apply(self.gate_up, x), _HIDDEN_NAME))
+            return constrain(gate, *_HIDDEN), constrain(up, *_HIDDEN)
+        z = product(x, self.gate_up[...], dtype=self.dtype, fp8=self.fp8, history=self.gate_up_history)
         z = named(_with_sharded_halves(z), _HIDDEN_NAME)
         return z[..., 0, :], z[..., 1, :]
 

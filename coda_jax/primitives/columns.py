@@ -9,14 +9,12 @@ from coda_jax.primitives.mesh_types import cutting_evenly, explicit_cuts, reshap
 
 def axes_of_heads(x: jax.Array, head_dim: int) -> tuple[str, ...]:
     """The explicit mesh axes that shard x (..., H Dh) into whole heads."""
-    axes = explicit_cuts(x)[-1]
-    return cutting_evenly(axes, jax.typeof(x).sharding.mesh.shape, x.shape[-1] // head_dim) if axes else ()
+    return _axes_cutting(x, x.shape[-1] // head_dim)
 
 
 def in_heads(x: jax.Array, head_dim: int) -> jax.Array:
     """x (..., H Dh) as (..., H, Dh); it is gathered over explicit mesh axes that do not shard it into whole heads."""
-    kept = axes_of_heads(x, head_dim)
-    x = without_axes(x, x.ndim - 1, frozenset(explicit_cuts(x)[-1]) - frozenset(kept))
+    x = _gathered(x, axes_of_heads(x, head_dim))
     return reshaped(x, (*x.shape[:-1], x.shape[-1] // head_dim, head_dim), cuts=(*explicit_cuts(x), ()))
 
 
@@ -29,7 +27,24 @@ def join_halves(x: jax.Array) -> jax.Array:
 
 def split_halves(x: jax.Array) -> jax.Array:
     """x (..., 2F) as (..., 2, F), F sharded over the explicit mesh axes of the columns, if they divide it evenly."""
-    *lead, columns = explicit_cuts(x)
+    *lead, _ = explicit_cuts(x)
     features = x.shape[-1] // 2
-    kept = cutting_evenly(columns, jax.typeof(x).sharding.mesh.shape, features) if columns else ()
-    return reshaped(x, (*x.shape[:-1], 2, features), cuts=(*lead, (), kept))
+    return reshaped(x, (*x.shape[:-1], 2, features), cuts=(*lead, (), _axes_cutting(x, features)))
+
+
+def both_halves(x: jax.Array) -> list[jax.Array]:
+    """The halves (..., F) of x (..., 2F), which is gathered over explicit mesh axes that do not divide F evenly."""
+    features = x.shape[-1] // 2
+    x = _gathered(x, _axes_cutting(x, features))
+    return [x[..., :features], x[..., features:]]
+
+
+def _axes_cutting(x: jax.Array, size: int) -> tuple[str, ...]:
+    """The explicit mesh axes of the columns of x that divide this size evenly."""
+    axes = explicit_cuts(x)[-1]
+    return cutting_evenly(axes, jax.typeof(x).sharding.mesh.shape, size) if axes else ()
+
+
+def _gathered(x: jax.Array, kept: tuple[str, ...]) -> jax.Array:
+    """x, its columns sharded over these explicit mesh axes alone."""
+    return without_axes(x, x.ndim - 1, frozenset(explicit_cuts(x)[-1]) - frozenset(kept))
