@@ -235,11 +235,14 @@ def test_a_constraint_of_sequences_and_heads_is_kept(of):
     assert largest_error(jax.jit(jax.value_and_grad(fused, (0, 1)))(w, rows), jax.jit(plain)(w, rows)) < 1e-5
     assert taken(fused) == 2
     constraints = [
-        e.params["sharding"].spec
+        (e.params["sharding"].spec, e.invars[0].aval.ndim)
         for e, _ in equations(jax.make_jaxpr(fused)(w, rows).jaxpr)
         if e.primitive.name == "sharding_constraint"
     ]
-    assert constraints and all(spec[0] == "data" and spec[2] == "model" for spec in constraints)
+    of_heads = [spec for spec, rank in constraints if rank == 4]
+    assert of_heads and all(spec[0] == "data" and spec[2] == "model" for spec in of_heads)
+    of_rows = [spec for spec, rank in constraints if rank != 4]  # of what the products of these heads read
+    assert all(spec[0] == "data" and "model" not in spec for spec in of_rows)
 
 
 def test_a_constraint_that_cuts_rows_leaves_the_scores():
