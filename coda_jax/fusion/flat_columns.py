@@ -229,6 +229,8 @@ class _Flat:
             return list(parts if constraint is None else map(constraint, parts))
         if name in _OF_ELEMENTS:
             arrays = [self._read_alike(x, out, values) for x in equation.invars]
+            if name == "name" and equation.invars[0] in self._constraints:
+                self._constraints[out] = self._constraints[equation.invars[0]]
             return list(bind(equation.primitive, arrays, equation.params))
         if name in ("broadcast_in_dim", "reshape") and out.aval.size == equation.invars[0].aval.size:
             return [self._read(equation.invars[0], values).reshape(self._shape(out))]

@@ -36,7 +36,7 @@ from coda_jax.graph.function import Graph
 from coda_jax.graph.kept import Answers
 from coda_jax.graph.norm import scaled_backward
 from coda_jax.graph.on_mesh import PVARY, typed
-from coda_jax.graph.plan import has_rows
+from coda_jax.graph.plan import has_halves, has_rows
 from coda_jax.graph.rounded import Recipe, Rounding
 from coda_jax.graph.summed_once import alike, sum_of
 from coda_jax.graph.values import Leaf, Product, Value, is_seen, make_map, transposed
@@ -189,9 +189,9 @@ class Lift:
                     self._constrain(value, equation)
 
     def _products_in(self, x: Any) -> list[Product]:
-        """The products that a map reads whose result is this variable."""
+        """The products that a map reads whose result is this variable, under names too."""
         made = {self.rows.results[i]: product for i, product in self.products.items()}
-        sources = map(self.units.uncast, self.units.inlined(x)[1])
+        sources = map(self.units.bare, self.units.inlined(x)[1])
         return [made[y] for y in sources if not isinstance(y, core.Literal) and y in made]
 
     def _keep_gathered_rows(self) -> None:
@@ -213,9 +213,17 @@ class Lift:
         return self.units.uncast(x)
 
     def _constrain(self, value: Value, equation: Equation) -> None:
-        """Gives a value an equation's constraint, if it has its elements, and no constraint of its own."""
-        if value.spec is None and same_shape(value.shape, self.shape(equation.outvars[0])):
+        """Gives a value an equation's constraint, if it has its elements, and no constraint of its own.
+
+        That of a half of a product's columns is the product's, if its array has the halves as an axis.
+        """
+        if value.spec is not None:
+            return
+        shape = self.shape(equation.outvars[0])
+        if same_shape(value.shape, shape):
             value.spec = constraint_of(equation)
+        elif has_halves(value) and same_shape(value.shape, (*shape[:-1], *(2 * size for size in shape[-1:]))):
+            value.spec = constraint_of(equation).of_halves()
 
     @functools.cached_property
     def _without_products(self) -> dict[Remat, dict[Any, Any]]:

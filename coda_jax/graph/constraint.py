@@ -84,6 +84,14 @@ class Constraint:
             return None
         return self.of_axes([i for i in range(rank) if i != axis])
 
+    def of_halves(self) -> Constraint | None:
+        """The same for an array (..., 2, F) with two of the array's (..., F); None where the sharding has no spec."""
+        shape = self.shape or ()
+        if not isinstance(self._sharding, NamedSharding):
+            return None
+        *rows, columns = _entries(self._sharding, len(shape))
+        return dataclasses.replace(self._of(jax.P(*rows, None, columns)), shape=(*shape[:-1], 2, shape[-1]))
+
     def mesh_axes(self, count: int | None = None) -> set[str]:
         """The mesh axes that shard the array's axes, or the first of them; none where the sharding has no spec."""
         sharding = self._sharding
