@@ -169,7 +169,7 @@ def rounded(x: Value, dtype: np.dtype[Any], bodies: Bodies, scale: Value | None 
 
 
 def _of_product(y: Any, acc: Any, x_scale: Any, w_scale: Any, dy: Any) -> tuple[Any, None, None]:
-    """The cotangent of a product in 8 bits is that of its unscaled result: `cotangents` takes the scales into account."""
+    """The cotangent of a product in 8 bits is that of its result without scales: `cotangents` has these."""
     return dy, None, None
 
 
