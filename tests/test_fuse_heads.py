@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import coda_jax as coda
 from tests.gemm_cases import assert_close
@@ -24,6 +25,16 @@ def loss(p, x, *, size):
     q, k, v = (y.reshape(*y.shape[:-1], -1, size) for y in parts)
     if "scale" in p:
         q, k = (rms_norm(y, p["scale"]) for y in (q, k))
+    y = x + attention(rotated(q), rotated(k), v, is_causal=True) @ p["out"]
+    return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+
+def named(p, x, *, size, name):
+    """The same with norms of heads of one product, whose parts may have a name for policies."""
+    ends = HEADS * size, (HEADS + KV_HEADS) * size
+    q, k, v = jnp.split(rms_norm(x, p["norm"]) @ jnp.concatenate([p[i] for i in "qkv"], axis=1), ends, axis=-1)
+    q, k = (rms_norm(name(y).reshape(*y.shape[:-1], -1, size), p["scale"]) for y in (q, k))
+    v = name(v.reshape(*v.shape[:-1], -1, size))
     y = x + attention(rotated(q), rotated(k), v, is_causal=True) @ p["out"]
     return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
@@ -59,3 +70,25 @@ def test_products_are_kernels(size, spelling, door):
     assert not [one.reason for one in found.products if one.reason]
     turned = [line for block in found.blocks for line in block.splitlines() if f"heads of {size} columns" in line]
     assert bool(turned) == (size in IN_NO_TILE)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+def test_names_of_parts_cost_nothing(door):
+    """The product's epilogue makes what reads a named part of its columns, and each part is kept once."""
+    types = jax.eval_shape(lambda: arguments("with norms", 64, jnp.bfloat16, (2, 512)))
+    names = (lambda y: y, lambda y: checkpoint_name(y, "part"))
+    found = [
+        coda.explain(DOORS[door](functools.partial(named, size=64, name=name)), *types, platform="cuda")
+        for name in names
+    ]
+    passes = [sum(one.bytes * count for one, count in x.passes.items()) for x in found]
+    kept = [sum(one.bytes * count for one, count in x.kept.items()) for x in found]
+    assert passes[0] == passes[1] and kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_values_with_names_of_parts(door):
+    f = functools.partial(named, size=64, name=lambda y: checkpoint_name(y, "part"))
+    args = arguments("with norms", 64, jnp.float32)
+    expected = jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
+    assert_close(jax.jit(DOORS[door](f))(*args), expected, 2e-5)

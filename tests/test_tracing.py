@@ -140,6 +140,23 @@ def test_fusing_is_linear_in_the_number_of_layers(door):
     calls(fusing(door, 32), most=int(2.2 * of_16))
 
 
+def test_equal_layers_share_what_they_compute_in_8_bits():
+    """A layer more traces neither epilogues nor scales: 45 thousand calls on jax 0.10, and 150 thousand with these."""
+
+    def of_layers(number):
+        def f(w, x):
+            for one in w:
+                x = x + jnp.tanh(x @ one)
+            return jnp.sum(x)
+
+        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((number, 128, 128), (256, 128))]
+        return lambda: jax.make_jaxpr(jax.grad(coda.fuse(f, fp8=coda.fp8.Recipe())))(*types)
+
+    of_layers(2)()
+    of_4, of_8 = calls(of_layers(4)), calls(of_layers(8))
+    assert of_8 - of_4 < 4 * 75_000
+
+
 def test_a_checkpoint_that_layers_share_is_traced_once():
     layer = jax.checkpoint(lambda x, w: x + jnp.tanh(jnp.tanh(x @ w) @ w), prevent_cse=False)
 
