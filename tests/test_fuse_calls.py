@@ -168,3 +168,22 @@ def test_a_report_counts_calls():
     report = coda.fuse.report(coda.fuse(loss_of("feed forward", is_fused=True), defer_norms=True), x, ws)
     assert [(one.piece, one.count) for one in report.products] == [("feed_forward", LAYERS)] * 2
     assert f"{2 * LAYERS} of {2 * LAYERS} products" in str(report) and f"feed_forward, {LAYERS} calls" in str(report)
+
+
+@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("kind", ["fused", "jitted", "checkpointed"])
+def test_equal_layers_of_which_the_first_has_less_to_differentiate(kind, door):
+    """Only weights behind the activations are trained: nothing of the first layer's input is differentiated."""
+    layer = {"fused": coda.fuse, "jitted": jax.jit, "checkpointed": jax.checkpoint}[kind](feed_forward)
+
+    def loss(trained, x, ws, layer):
+        for w, down in zip(ws, trained, strict=True):
+            x = layer(x, {**w, "down": down})
+        return jnp.sum(jnp.square(rms_norm(x, 1.0)))
+
+    x, ws = arguments()
+    trained = [w["down"] for w in ws]
+    doors = {"grad(fuse)": lambda f: jax.grad(coda.fuse(f)), "fuse(grad)": lambda f: coda.fuse(jax.grad(f))}
+    found = jax.jit(doors[door](lambda trained, x, ws: loss(trained, x, ws, layer)))(trained, x, ws)
+    expected = jax.jit(jax.grad(lambda trained, x, ws: loss(trained, x, ws, feed_forward)))(trained, x, ws)
+    assert largest_error(found, expected) < 1e-5

@@ -121,7 +121,7 @@ def test_a_plain_llama_trains_as_the_layers(stacked):
 
     params, batch = plain_params(nnx.state(model)), (tokens[:, :-1], tokens[:, 1:])
     step = coda.fuse(loss, fp8=RECIPE)
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, *batch))
+    types = jax.eval_shape(lambda *x: x, params, *batch)
     histories = coda.fp8.init(loss, types[0], labels=types[2], tokens=types[1], fp8=RECIPE)
     histories = coda.fp8.calibrate(step, histories, params, *batch)
     fp8.calibrate(model, own_loss)

@@ -175,7 +175,7 @@ def test_llama(tied, dtype):
     )
     tokens = jax.random.randint(jax.random.key(0), (2, 23), 0, 72)
     check_module(
-        nnx.jit(lambda: layers.Llama(config, dtype=dtype, rngs=nnx.Rngs(1)))(),
+        nnx.jit(lambda: layers.Llama(config, dtype=dtype, rngs=nnx.Rngs(4)))(),
         lambda m, tokens: m(tokens),
         lambda p, tokens: textbook.llama(p, tokens, config, jnp.float64 if jax.config.jax_enable_x64 else dtype),
         tokens,

@@ -35,6 +35,7 @@ from coda_jax.jaxprs.evaluate import without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs, num_carried, num_constants
 from coda_jax.operators.fp8_matmul import product_of
 from coda_jax.operators.rounded_dot import rounded_dot_p
+from coda_jax.primitives.reverse_mode import shared
 
 Function = Callable[..., Sequence[Any]]
 
@@ -153,7 +154,9 @@ class Nested:
             if checkpoint is not None:
                 policy, prevent_cse = checkpoint
                 function = jax.checkpoint(
-                    lambda *xs: list(made(*xs)), policy=policy if remat is None else remat, prevent_cse=prevent_cse
+                    shared()(lambda *xs: list(made(*xs))),
+                    policy=policy if remat is None else remat,
+                    prevent_cse=prevent_cse,
                 )
             self._known[key] = [body, checkpoint], function
         return self._known[key][1]
@@ -165,7 +168,7 @@ class Nested:
         if key not in self._jitted:
             function = self._function(body, str(equation.params["name"]), of="jit", flags=flags)
             types: list[Any] = [x.aval for x in opened(body)[0].invars]
-            self._jitted[key] = jax.make_jaxpr(lambda *xs: list(function(*xs)))(*types)
+            self._jitted[key] = jax.make_jaxpr(shared()(lambda *xs: list(function(*xs))))(*types)
         return self._jitted[key]
 
 

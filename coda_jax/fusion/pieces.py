@@ -55,6 +55,7 @@ from coda_jax.jaxprs.def_use import free_variables, variables
 from coda_jax.jaxprs.evaluate import evaluate, read, run, without_constants
 from coda_jax.jaxprs.walk import equations, inner_jaxprs
 from coda_jax.primitives.mesh_types import explicit_cuts, explicit_sharding, vary, varying_axes, with_sharding
+from coda_jax.primitives.reverse_mode import shared
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "psum_scatter")
 _SLACK_PERCENT, _VECTORS = 1, 2**16  # a graph keeps a norm's statistics, some bytes a row, which JAX may compute again
@@ -238,7 +239,7 @@ class Pieces:
         if key not in self._calls:
             closed = core.ClosedJaxpr(*opened(body))
             function = self.function(closed, name, remats, weights, kind=kind, fixed=fixed)
-            self._calls[key] = body, jitted(name, lambda *arrays: list(function(*arrays)))
+            self._calls[key] = body, jitted(name, shared()(lambda *arrays: list(function(*arrays))))
         return self._calls[key][1]
 
     def _function_at(

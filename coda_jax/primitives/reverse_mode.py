@@ -11,8 +11,10 @@ a `Backward` that can sums in its own products. One that a rule gives without th
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -30,9 +32,21 @@ _zero_p = jex_core.Primitive("coda_reverse_mode")
 _tangent_p = jex_core.Primitive("coda_forward_mode")
 _batch_p = jex_core.Primitive("coda_batch")  # has a batching rule alone
 _batch_p.multiple_results = True
-# If jax 0.10 differentiates one equation twice, in other arguments, as in a loop that is traced before, its backward
-# rule gets the arrays of one time in the structure of the other. There, a rule keeps the same whatever is asked for.
+# If JAX differentiates one equation twice, in other arguments, its backward rule gets the arrays of one time in the
+# structure of the other: jax 0.10 also in a loop that is traced before, jax 0.11 and 0.12 in a function that is called
+# twice. There, a rule keeps the same whatever is asked for.
 _MIXES_STRUCTURES = jax.__version_info__ < (0, 11)
+_is_shared = contextvars.ContextVar("coda_is_shared", default=False)
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """A context for tracing a function that is called several times: JAX differentiates its equations in each call."""
+    token = _is_shared.set(True)
+    try:
+        yield
+    finally:
+        _is_shared.reset(token)
 
 
 class Backward:
@@ -122,6 +136,7 @@ class Rule(NamedTuple):
         run, forward, backward = self.run, self.forward, self.backward
         # JAX has no symbols of zeros in a shard_map outside of jit; cotangents there are arrays.
         has_symbols = not any(isinstance(x, ShardMapTracer) for x in jax.tree.leaves(arguments))
+        is_alike = _MIXES_STRUCTURES or _is_shared.get()
 
         def guarded_forward(*arguments: Any) -> Any:
             zero, *values = custom_vjp_primal_tree_values(arguments) if has_symbols else arguments
@@ -130,7 +145,7 @@ class Rule(NamedTuple):
                 leaves = jax.tree.leaves(arguments[1:], is_leaf=_is_primal)
                 is_differentiated = [not _is_primal(x) or x.perturbed for x in leaves]
                 backward.check(jax.tree.leaves(values), is_differentiated)
-                if not _MIXES_STRUCTURES:
+                if not is_alike:
                     run_forward = backward.forward_of(forward, is_differentiated)
             outputs, kept = run_forward(*values)
             may_be_batched = isinstance(backward, Backward) and isinstance(zero, jax.core.Tracer)
