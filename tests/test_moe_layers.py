@@ -143,7 +143,9 @@ def test_one_rounding(dtype):
     block = layers.LlamaBlock(16, 24, 4, mlp=module, param_dtype=dtype, rngs=nnx.Rngs(2))
     x1 = x + block.attention(block.attention_norm(x))
     of_experts = module(block.mlp_norm(x1), dtype=jnp.float32)
-    np.testing.assert_array_equal(block(x), (of_experts + x1.astype(jnp.float32)).astype(dtype))
+    parts = (of_experts + x1.astype(jnp.float32)).astype(dtype)  # x1 is a sum of what attention rounds
+    exact = block(x.astype(jnp.float32))
+    np.testing.assert_array_less(np.linalg.norm(block(x) - exact), 1e-6 + np.linalg.norm(parts - exact))
 
 
 def loop_statistics(found, mask):
