@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flax_layers as layers
-from coda_jax.jaxprs.walk import equations, equations_of, inner_jaxprs
+from coda_jax.jaxprs.walk import equations_of, inner_jaxprs
 from flax_layers import layer_stack, lora, sharding
 from flax_layers.layer_stack import run_layers
 
