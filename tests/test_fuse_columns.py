@@ -174,3 +174,17 @@ def test_a_mesh_shards_both_parts(door, constrained):
         fused = jax.jit(DOORS[door](loss)).lower(p, x).compile()
         assert len(records) == 6 and collectives(fused) == collectives(plain)
         assert_close(fused(p, x), plain(p, x), rtol=2e-5)
+
+
+def test_a_constraint_of_both_parts_leaves_no_pass():
+    """The epilogue of their product makes the activation."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+
+    def parts(h, w):
+        z = jax.lax.with_sharding_constraint(jnp.einsum("btd,dgf->btgf", h, w), P("data"))
+        return z[..., 0, :], z[..., 1, :]
+
+    with jax.set_mesh(mesh):
+        p, x = arguments("gate", jnp.bfloat16, 64)
+        found = coda.explain(coda.fuse(gated(parts)), p, jnp.concatenate([x, x]), platform="cuda")
+    assert any("slice+silu" in line for line in "\n".join(found.blocks).splitlines() if "@" in line)

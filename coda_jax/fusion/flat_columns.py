@@ -226,7 +226,7 @@ class _Flat:
             width = math.prod(out.aval.shape[first + 1 :])
             parts = _cut(equation, self._read(x, values), read(values, equation.invars[-1]), first, width)
             constraint = self._constraints.get(x) if out.aval.shape[first] == 1 else None
-            return list(parts if constraint is None else map(constraint, parts))
+            return list(parts if constraint is None else map(constraint.traced, parts))
         if name in _OF_ELEMENTS:
             arrays = [self._read_alike(x, out, values) for x in equation.invars]
             if name == "name" and equation.invars[0] in self._constraints:

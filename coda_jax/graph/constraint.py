@@ -37,10 +37,11 @@ class Constraint:
     def __call__(self, x: jax.Array) -> jax.Array:
         """x, constrained."""
         # Outside of jit JAX would ask that x has a sharding of the same kind already.
-        constrained: jax.Array = jax.jit(self._constrained, inline=True)(x)
+        constrained: jax.Array = jax.jit(self.traced, inline=True)(x)
         return constrained
 
-    def _constrained(self, x: jax.Array) -> jax.Array:
+    def traced(self, x: jax.Array) -> jax.Array:
+        """x, constrained, in a function that is traced to a jaxpr, where it is one equation."""
         y = x if self.shape is None else reshaped_as(x, self.shape)
         if self.primitive.name == "reshard":
             y = with_sharding(y, self._sharding)
