@@ -1,5 +1,7 @@
 """`coda.fuse`: equal fused functions that a larger one calls, as its layers, stay calls where that costs nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import coda_jax as coda
 from tests.test_fuse import largest_error
 from tests.test_fuse_row_sums import rms_norm
+from tests.test_tracing import DOORS as GRADIENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:gemm:coda_jax.FallbackWarning")
 LAYERS, B, T, D, F, HEADS = 3, 2, 64, 128, 256, 2
@@ -170,20 +173,19 @@ def test_a_report_counts_calls():
     assert f"{2 * LAYERS} of {2 * LAYERS} products" in str(report) and f"feed_forward, {LAYERS} calls" in str(report)
 
 
-@pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
+@pytest.mark.parametrize("door", GRADIENTS)
 @pytest.mark.parametrize("kind", ["fused", "jitted", "checkpointed"])
 def test_equal_layers_of_which_the_first_has_less_to_differentiate(kind, door):
     """Only weights behind the activations are trained: nothing of the first layer's input is differentiated."""
     layer = {"fused": coda.fuse, "jitted": jax.jit, "checkpointed": jax.checkpoint}[kind](feed_forward)
 
-    def loss(trained, x, ws, layer):
+    def loss(trained, x, ws, layer=layer):
         for w, down in zip(ws, trained, strict=True):
             x = layer(x, {**w, "down": down})
         return jnp.sum(jnp.square(rms_norm(x, 1.0)))
 
     x, ws = arguments()
-    trained = [w["down"] for w in ws]
-    doors = {"grad(fuse)": lambda f: jax.grad(coda.fuse(f)), "fuse(grad)": lambda f: coda.fuse(jax.grad(f))}
-    found = jax.jit(doors[door](lambda trained, x, ws: loss(trained, x, ws, layer)))(trained, x, ws)
-    expected = jax.jit(jax.grad(lambda trained, x, ws: loss(trained, x, ws, feed_forward)))(trained, x, ws)
+    args = [w["down"] for w in ws], x, ws
+    found = jax.jit(GRADIENTS[door](loss))(*args)
+    expected = jax.jit(jax.grad(functools.partial(loss, layer=feed_forward)))(*args)
     assert largest_error(found, expected) < 1e-5

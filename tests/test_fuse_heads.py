@@ -18,23 +18,18 @@ IN_NO_TILE, IN_TILES = (16, 48, 80, 112), (64, 96)
 SPELLINGS = ("apart", "joined", "with norms")
 
 
-def loss(p, x, *, size):
-    """The sum of squares of a Llama's attention, with norms of heads where there are scales of them."""
+def loss(p, x, *, size, name=lambda y: y):
+    """The sum of squares of a Llama's attention, with norms of heads where there are scales of them.
+
+    Args:
+      name: gives q, k and v names for policies.
+    """
     h, ends = rms_norm(x, p["norm"]), (HEADS * size, (HEADS + KV_HEADS) * size)
     parts = jnp.split(h @ p["qkv"], ends, axis=-1) if "qkv" in p else [h @ p[name] for name in "qkv"]
-    q, k, v = (y.reshape(*y.shape[:-1], -1, size) for y in parts)
+    q, k = (name(y).reshape(*y.shape[:-1], -1, size) for y in parts[:2])
+    v = name(parts[2].reshape(*parts[2].shape[:-1], -1, size))
     if "scale" in p:
         q, k = (rms_norm(y, p["scale"]) for y in (q, k))
-    y = x + attention(rotated(q), rotated(k), v, is_causal=True) @ p["out"]
-    return jnp.sum(jnp.square(y.astype(jnp.float32)))
-
-
-def named(p, x, *, size, name):
-    """The same with norms of heads of one product, whose parts may have a name for policies."""
-    ends = HEADS * size, (HEADS + KV_HEADS) * size
-    q, k, v = jnp.split(rms_norm(x, p["norm"]) @ jnp.concatenate([p[i] for i in "qkv"], axis=1), ends, axis=-1)
-    q, k = (rms_norm(name(y).reshape(*y.shape[:-1], -1, size), p["scale"]) for y in (q, k))
-    v = name(v.reshape(*v.shape[:-1], -1, size))
     y = x + attention(rotated(q), rotated(k), v, is_causal=True) @ p["out"]
     return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
@@ -43,9 +38,10 @@ def arguments(spelling, size, dtype, rows=(2, 24)):
     draw, width = Weights(0, dtype), HEADS * size
     p = {"norm": draw(width, mean=1), "out": draw(width, width)}
     columns = {"q": width, "k": KV_HEADS * size, "v": KV_HEADS * size}
-    p |= {"qkv": draw(width, sum(columns.values()))} if spelling == "joined" else {}
-    p |= {} if spelling == "joined" else {name: draw(width, count) for name, count in columns.items()}
-    p |= {"scale": draw(size, mean=1)} if spelling == "with norms" else {}
+    is_joined = spelling.startswith("joined")
+    p |= {"qkv": draw(width, sum(columns.values()))} if is_joined else {}
+    p |= {} if is_joined else {name: draw(width, count) for name, count in columns.items()}
+    p |= {"scale": draw(size, mean=1)} if spelling.endswith("with norms") else {}
     return p, jnp.moveaxis(draw(width, *rows), 0, -1) * width**0.5
 
 
@@ -75,10 +71,10 @@ def test_products_are_kernels(size, spelling, door):
 @pytest.mark.parametrize("door", ["grad(fuse)", "fuse(grad)"])
 def test_names_of_parts_cost_nothing(door):
     """The product's epilogue makes what reads a named part of its columns, and each part is kept once."""
-    types = jax.eval_shape(lambda: arguments("with norms", 64, jnp.bfloat16, (2, 512)))
+    types = jax.eval_shape(lambda: arguments("joined, with norms", 64, jnp.bfloat16, (2, 512)))
     names = (lambda y: y, lambda y: checkpoint_name(y, "part"))
     found = [
-        coda.explain(DOORS[door](functools.partial(named, size=64, name=name)), *types, platform="cuda")
+        coda.explain(DOORS[door](functools.partial(loss, size=64, name=name)), *types, platform="cuda")
         for name in names
     ]
     passes = [sum(one.bytes * count for one, count in x.passes.items()) for x in found]
@@ -88,7 +84,7 @@ def test_names_of_parts_cost_nothing(door):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_values_with_names_of_parts(door):
-    f = functools.partial(named, size=64, name=lambda y: checkpoint_name(y, "part"))
-    args = arguments("with norms", 64, jnp.float32)
+    f = functools.partial(loss, size=64, name=lambda y: checkpoint_name(y, "part"))
+    args = arguments("joined, with norms", 64, jnp.float32)
     expected = jax.jit(jax.value_and_grad(f, (0, 1)))(*args)
     assert_close(jax.jit(DOORS[door](f))(*args), expected, 2e-5)

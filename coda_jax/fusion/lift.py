@@ -365,8 +365,10 @@ class Lift:
             every = {e.invars[2]: e for e in known if e.params["rounding"].recipe == recipe}
             is_one = recipe.scaling == "delayed" and len(every) > 1 and not self.is_exact
             is_one = is_one and all(y in self.values or y in self.arguments for y in map(self.units.uncast, every))
-            histories = map(self._history, every.values()) if is_one else ()
-            self._scales[key] = rounded.scale_of_all([*histories], recipe, self._bodies) if is_one else None
+            self._scales[key] = None
+            if is_one:
+                histories = [*map(self._history, every.values())]
+                self._scales[key] = rounded.scale_of_all(histories, recipe, self._bodies)
         return self._scales[key]
 
     def _deferred_factor(self, dot: Dot) -> Deferred | None:

@@ -92,6 +92,8 @@ class Nested:
         flags = flags_in_body(equation, [among(x, self._weights) for x in equation.invars])
         if run is None and equation.primitive.name in JITS and has_bodies:  # its arrays are donated as they are
             return bind(equation.primitive, inputs, {**equation.params, "jaxpr": self._of_jit(equation, flags)})
+        # JAX refuses an eager gradient of a shard_map that holds a rule with symbols of zeros: it is jitted without
+        # products too.
         if run is None or not (has_bodies or run is shard_mapped):
             return bind(equation.primitive, inputs, equation.params)
         if is_call(equation):

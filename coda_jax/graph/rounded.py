@@ -160,8 +160,8 @@ def rounded(x: Value, dtype: np.dtype[Any], bodies: Bodies, scale: Value | None 
     key = dtype, scale
     if key not in x.rounded:
         if scale is None:
-            of_dtype = functools.partial(scale_of, dtype=dtype)
-            scale = _map(("scale of", dtype), of_dtype, bodies, amax_of(x, bodies), derived="scale")
+            own_scale = functools.partial(scale_of, dtype=dtype)
+            scale = _map(("scale of", dtype), own_scale, bodies, amax_of(x, bodies), derived="scale")
         round_ = functools.partial(_rounded, dtype=dtype, saturate=saturated_in_memory)  # products alone read it
         x8 = _map(("round", dtype), round_, bodies, x, scale, pullback=_straight_through, derived="round")
         x.rounded[key] = x8, scale
@@ -226,8 +226,8 @@ def cotangents(y: Product, dy: Value, bodies: Bodies) -> list[tuple[Value, Value
     if y.scales.history is not None:
         inputs = y.scales.history, y.scales.amax, amax_of(dy, bodies), y.scales.a
         recipe = y.scales.recipe
-        of_history = functools.partial(history_gradient, recipe=recipe)
-        pairs.append((y.scales.history, _map(("history", recipe), of_history, bodies, *inputs, derived="history")))
+        maxima = functools.partial(history_gradient, recipe=recipe)
+        pairs.append((y.scales.history, _map(("history", recipe), maxima, bodies, *inputs, derived="history")))
     return pairs
 
 
